@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from threadpoolctl import threadpool_limits
+
 from benchmarks.codecs import peers
 from benchmarks.codecs.measure import keep
 from benchmarks.common import machine
@@ -98,7 +100,10 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     for part in args.part:
         with _folder(args) as folder:
             try:
-                result[part] = _part(part, args, Path(folder))
+                # The threads of NumPy's BLAS spin for some time after each sum, which takes a core
+                # from whatever store is next; a sum is bound by memory, not by the processor.
+                with threadpool_limits(1, "blas"):
+                    result[part] = _part(part, args, Path(folder))
             except ImportError as reason:
                 print(f"not measured: {part}: {reason}")
                 continue

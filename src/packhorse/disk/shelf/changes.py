@@ -49,7 +49,7 @@ from packhorse.disk.shelf.records import (
 from packhorse.disk.shelf.rows import Change, changes_of
 from packhorse.disk.shelf.store import Folder
 from packhorse.disk.shelf.versions import Known, State
-from packhorse.errors import blaming
+from packhorse.errors import CompatibilityError, CorruptionError, blaming
 from packhorse.layout import DTYPE_BY_NAME, Level
 from packhorse.threads import map_tensors
 
@@ -108,12 +108,12 @@ class StateChunks:
 
     def stored(self, record: TensorRecord, numbers: list[int]) -> list[Stored | None]:
         """Chunks with their content hashes; None for a chunk of zeros."""
-        pointers = self._state.pointers(record, numbers)
+        pointers = self._state.pointers(record, numbers, self._label)
         return self._unpacker().load(record, numbers, pointers)
 
     def load_into(self, record: TensorRecord, numbers: list[int], outs: list[Array]) -> None:
         """As `rows.Chunks.load_into`."""
-        pointers = self._state.pointers(record, numbers)
+        pointers = self._state.pointers(record, numbers, self._label)
         self._unpacker().load_into(record, numbers, pointers, outs)
 
 
@@ -127,6 +127,7 @@ class _Slot:
         chunk: the number that its packed form has; 0 if all elements are zero.
         patch: the rows that were changed, by their places, if only these are kept.
         base: the number of the stored chunk that the other rows of a patch are in.
+        base_nbytes: of the frame of that chunk.
     """
 
     data: Array | None
@@ -134,6 +135,7 @@ class _Slot:
     chunk: int = 0
     patch: dict[int, Array] | None = None
     base: int = 0
+    base_nbytes: int = 0
 
 
 @dataclass(slots=True)
@@ -145,6 +147,7 @@ class _New:
         nbytes: of its frame.
         content_hash: of the elements of its frame.
         base: the number of the stored chunk that it needs; 0 for none.
+        base_nbytes: of the frame of that chunk, if this one is a patch of it.
         n_uses: how many pointers and chunks use it.
         kept: its elements, for the cache; None if they are not kept.
     """
@@ -153,6 +156,7 @@ class _New:
     nbytes: int
     content_hash: bytes
     base: int
+    base_nbytes: int
     n_uses: int = 1
     kept: Array | None = None
 
@@ -182,6 +186,7 @@ class Changes:
         self._slots: dict[int, dict[int, _Slot]] = {}
         self._foreign: dict[tuple[int, int], _Slot] = {}  # with memory of the caller
         self._records: dict[int, TensorRecord] = {}
+        self._names: dict[int, str] = {}  # of tensors, for messages
         self._new: dict[int, _New] = {}
         self._more_uses: Counter[int] = Counter()  # of committed chunks
         self._dirty_nbytes = self._packed_nbytes = self._kept_nbytes = 0
@@ -208,33 +213,50 @@ class Changes:
         if name in self.entries:
             return self.entries[name]
         with self._committed() as state:
-            return state.entry(name)
+            return self._named(name, state.entry(name))
 
-    def names(self, prefix: str) -> dict[str, Entry]:
-        """The entries of all names that begin so, by name, in order."""
+    def _named(self, name: str, entry: Entry | None) -> Entry | None:
+        self._names.update({record.id: name for record in tensors_of(entry)})
+        return entry
+
+    def has(self, name: str) -> bool:
+        """Whether there is an entry of a name, which may be damaged."""
+        if name in self.entries:
+            return self.entries[name] is not None
         with self._committed() as state:
-            found: dict[str, Entry | None] = dict(state.entries(prefix))
-        found.update({n: entry for n, entry in self.entries.items() if n.startswith(prefix)})
-        order = sorted(found, key=str.encode)
-        return {name: entry for name in order if (entry := found[name]) is not None}
+            return state.has(name)
+
+    def names(self, prefix: str) -> list[str]:
+        """All names that begin so, in order."""
+        with self._committed() as state:
+            found = {name for name in state.names(prefix) if name not in self.entries}
+        found |= {n for n, entry in self.entries.items() if entry and n.startswith(prefix)}
+        return sorted(found)
 
     def put(self, name: str, entry: Entry | None) -> None:
         """Set the entry of a name, or remove it."""
-        old = self.entry(name)
+        old = self._replaced(name)
         self.n_writes += 1
         kept = {record.id for record in tensors_of(entry)}
-        self.entries[name] = entry
+        self.entries[name] = self._named(name, entry)
         for record in tensors_of(old):
             if record.id not in kept:
                 self._forget(record.id)
         for record in tensors_of(entry):
             self._records[record.id] = record
+            self._names[record.id] = name
+
+    def _replaced(self, name: str) -> Entry | None:
+        """The entry that a name has had; None also for one that is damaged."""
+        with suppress(CorruptionError, CompatibilityError):
+            return self.entry(name)
+        return None
 
     def rename(self, old: str, new: str) -> None:
         """Give an entry another name."""
         entry = self.entry(old)
         self.n_writes += 1
-        self.entries[new], self.entries[old] = entry, None
+        self.entries[new], self.entries[old] = self._named(new, entry), None
 
     def _forget(self, tensor: int) -> None:
         """Drop the changed chunks of a tensor."""
@@ -247,7 +269,8 @@ class Changes:
             self._dirty_nbytes -= slot.data.nbytes
         self._dirty_nbytes -= sum(row.nbytes for row in (slot.patch or {}).values())
         self._release(slot.chunk)
-        slot.data, slot.chunk, slot.is_own, slot.patch, slot.base = None, 0, True, None, 0
+        slot.data, slot.chunk, slot.is_own = None, 0, True
+        slot.patch, slot.base, slot.base_nbytes = None, 0, 0
 
     def _release(self, number: int) -> None:
         """End one use of a packed chunk."""
@@ -348,10 +371,8 @@ class Changes:
         return list(map(find, numbers))
 
     def _label(self, record: TensorRecord) -> str:
-        for name, entry in self.entries.items():
-            if record in tensors_of(entry):
-                return f"{self._folder.path}: {name!r}"
-        return f"{self._folder.path}: tensor {record.id}"
+        name = self._names.get(record.id)
+        return f"{self._folder.path}: {f'tensor {record.id}' if name is None else repr(name)}"
 
     def load_into(self, record: TensorRecord, numbers: list[int], outs: list[Array]) -> None:
         """As `rows.Chunks.load_into`."""
@@ -446,19 +467,20 @@ class Changes:
         if record.id >= self._head.next_tensor:
             return None
         with self._committed() as state:
-            (pointer,) = state.pointers(record, [number])
+            (pointer,) = state.pointers(record, [number], self._label(record))
             if not pointer.chunk:
                 return None
-            (found,) = state.chunks([pointer.chunk])
-            if found.places is None:
-                return _Slot(None, patch={}, base=pointer.chunk)
-            if len(found.places) > most:
-                return None
             with blaming(f"{self._label(record)}: chunk {number}, stored as {pointer.chunk}"):
+                (found,) = state.chunks([pointer.chunk])
+                if found.places is None:
+                    return _Slot(None, patch={}, base=pointer.chunk, base_nbytes=pointer.nbytes)
+                if len(found.places) > most:
+                    return None
                 rows = patch_rows(record, found)
             patch = dict(zip(found.places, rows, strict=True))
         self._dirty_nbytes += sum(row.nbytes for row in patch.values())
-        return _Slot(None, patch=patch, base=found.base)
+        others = pointer.nbytes - len(found.frame)
+        return _Slot(None, patch=patch, base=found.base, base_nbytes=others)
 
     def _writable(self, record: TensorRecord, number: int, slot: _Slot | None) -> Array:
         """The elements of a chunk to write to."""
@@ -509,7 +531,8 @@ class Changes:
             self._empty(slots[number])
         if record.id < self._head.next_tensor:
             with self._committed() as state:
-                for number, pointer in state.all_pointers(record.id, first, stop):
+                label = self._label(record)
+                for number, pointer in state.all_pointers(record.id, first, stop, label):
                     if pointer.chunk:
                         slots.setdefault(number, _Slot(None))
 
@@ -594,7 +617,7 @@ class Changes:
                 chunk = slot.chunk
             elif tensor < self._head.next_tensor:
                 with self._committed() as state:
-                    chunk = state.pointers(record, [keyframe])[0].chunk
+                    chunk = state.pointers(record, [keyframe], self._label(record))[0].chunk
             else:
                 chunk = 0
             if not chunk:
@@ -611,7 +634,7 @@ class Changes:
     def _settle(self, slot: _Slot, packed: Packed, base: int) -> None:
         data, is_own = slot.data, slot.is_own
         places = tuple(sorted(slot.patch)) if slot.patch else None
-        base = slot.base if places else base
+        base, base_nbytes = (slot.base, slot.base_nbytes) if places else (base, 0)
         number = self._next_chunk
         self._next_chunk += 1
         if base:
@@ -633,7 +656,7 @@ class Changes:
             self._kept_nbytes += data.nbytes
         nbytes = len(packed.frame)
         record = ChunkRecord(base, places, packed.frame)
-        self._new[number] = _New(record, nbytes, packed.content_hash, base, 1, kept)
+        self._new[number] = _New(record, nbytes, packed.content_hash, base, base_nbytes, 1, kept)
         self._packed_nbytes += nbytes
 
     def _spill(self) -> None:
@@ -643,7 +666,7 @@ class Changes:
         def work(txn: Txn, _: Head) -> None:
             for number, new in spilled:
                 assert new.record is not None
-                value = chunk_value(new.record)
+                value = chunk_value(number, new.record)
                 txn.handle.put(CHUNK_KEY.pack(number), value, db=txn.tables.chunks)
 
         self._has_spilled = True
@@ -671,6 +694,7 @@ class Changes:
     def _write(self, txn: Txn, head: Head) -> None:
         commit = Commit(txn, head, str(self._folder.path))
         serial = head.n_commits + 1
+        self._delete_leftovers(txn, head.next_chunk)
         for number, n in self._more_uses.items():
             if n:
                 commit.use(number, n)
@@ -681,8 +705,6 @@ class Changes:
                 commit.set_uses(number, new.n_uses)
         grown = {tensor: self._point(commit, head, tensor) for tensor in self._slots}
         self._enter(commit, grown, serial)
-        if self._has_spilled:
-            self._delete_spilled(txn, head.next_chunk)
         new_head = replace(
             head, next_tensor=self._next_tensor, next_chunk=self._next_chunk, n_commits=serial
         )
@@ -697,7 +719,8 @@ class Changes:
             pointer = NO_CHUNK
             if slot.chunk:
                 new = self._new[slot.chunk]
-                pointer = Pointer(slot.chunk, new.nbytes, new.content_hash[:4])
+                nbytes = new.nbytes + new.base_nbytes
+                pointer = Pointer(slot.chunk, nbytes, new.content_hash[:4])
             grown += commit.point(record, number, pointer, is_new)
         return grown
 
@@ -711,7 +734,8 @@ class Changes:
         entries = dict(self.entries)
         gone: set[int] = set()
         for name, entry in entries.items():
-            gone |= {record.id for record in tensors_of(commit.state.entry(name))}
+            with suppress(CorruptionError, CompatibilityError):
+                gone |= {record.id for record in tensors_of(commit.state.entry(name))}
             if isinstance(entry, TensorRecord):
                 commit.enter(name, changed(entry))
             elif isinstance(entry, StateRecord):
@@ -724,16 +748,19 @@ class Changes:
         for tensor in gone:
             commit.remove_tensor(tensor)
 
-    def _delete_spilled(self, txn: Txn, first: int) -> None:
-        """Delete what was written early and is not used any more."""
-        for number in range(first, self._next_chunk):
-            if number not in self._new:
-                txn.handle.delete(CHUNK_KEY.pack(number), db=txn.tables.chunks)
+    def _delete_leftovers(self, txn: Txn, first: int) -> None:
+        """Delete what was written early and is not used: by this transaction, or by one before that
+        could not delete it, because the disk was full."""
+        cursor = txn.handle.cursor(db=txn.tables.chunks)
+        found = cursor.set_range(CHUNK_KEY.pack(first))
+        while found and (key := bytes(cursor.key())):
+            is_used = CHUNK_KEY.unpack(key)[0] in self._new
+            found = cursor.next() if is_used else cursor.delete()
 
     def abort(self) -> None:
         """Drop all changes."""
         if self._has_spilled:
-            with suppress(OSError):  # the next writer deletes them, too
+            with suppress(OSError):  # the next commit deletes them, too
                 self._folder.write(delete_unused_chunks)
 
 

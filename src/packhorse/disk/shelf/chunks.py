@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.shelf.records import ChunkRecord, Pointer, TensorRecord
-from packhorse.errors import CompatibilityError, CorruptionError, blaming
+from packhorse.errors import BaseMismatchError, CompatibilityError, CorruptionError, blaming
 from packhorse.frame import Frame, Plan, compress_buffer
 from packhorse.framework import resolve_framework
 from packhorse.layout import DTYPE_BY_NAME, Level
@@ -292,7 +292,7 @@ class _Job(NamedTuple):
     """A chunk to decode.
 
     Attributes:
-        number: of the chunk in its tensor; -1 for a chunk that others need.
+        number: of the chunk in its tensor; ~n for one that chunk n needs.
         pointer: where it is stored.
         record: how it is stored.
         out: memory for its elements; None for new memory.
@@ -347,7 +347,7 @@ class Unpacker:
         found = self._cache.get([pointer.chunk for pointer in pointers])
         missing = [i for i, pointer in enumerate(pointers) if pointer.chunk and found[i] is None]
         if missing:
-            jobs = self._jobs([(numbers[i], pointers[i], None) for i in missing])
+            jobs = self._jobs(record, [(numbers[i], pointers[i], None) for i in missing])
             for i, chunk in zip(missing, self._decode_all(record, jobs), strict=True):
                 found[i] = chunk
                 self._cache.put(pointers[i].chunk, chunk)
@@ -379,33 +379,47 @@ class Unpacker:
                 wanted.append((number, pointer, out))
             else:
                 clear(out)
-        self._decode_all(record, self._jobs(wanted))
+        self._decode_all(record, self._jobs(record, wanted))
 
-    def _jobs(self, wanted: list[_Wanted]) -> list[_Job]:
+    def _jobs(self, record: TensorRecord, wanted: list[_Wanted]) -> list[_Job]:
         try:
             records = self._find([pointer.chunk for _, pointer, _ in wanted])
         except CorruptionError:
-            records = [self._find_one(*chunk) for chunk in wanted]  # to name the one
+            records = [self._find_one(record, *chunk) for chunk in wanted]  # to name the one
         return [
-            _Job(number, pointer, record, out)
-            for (number, pointer, out), record in zip(wanted, records, strict=True)
+            _Job(number, pointer, found, out)
+            for (number, pointer, out), found in zip(wanted, records, strict=True)
         ]
 
-    def _find_one(self, number: int, pointer: Pointer, _: Array | None) -> ChunkRecord:
-        with blaming(f"{self._label}: chunk {number}"):
+    def _find_one(
+        self, record: TensorRecord, number: int, pointer: Pointer, _: Array | None
+    ) -> ChunkRecord:
+        with blaming(f"{self._label}: {_place(record, number, pointer)}"):
             return self._find([pointer.chunk])[0]
 
     def _decode_all(self, record: TensorRecord, jobs: list[_Job]) -> list[Stored]:
-        needed = {job.record.base: job.record for job in jobs if job.record.base}
+        needed = {job.record.base: job for job in jobs if job.record.base}
         found = self._cache.get(list(needed))
         bases = {n: chunk for n, chunk in zip(needed, found, strict=True) if chunk is not None}
-        owners = self._jobs([(-1, Pointer(n, 0, b""), None) for n in needed if n not in bases])
+        owners = self._jobs(
+            record,
+            [
+                (~job.number, Pointer(n, 0, b""), None)
+                for n, job in needed.items()
+                if n not in bases
+            ],
+        )
         for owner, chunk in zip(owners, self._decode_each(record, owners, {}), strict=True):
             number = owner.pointer.chunk
             bases[number] = chunk
-            if needed[number].places is None:  # other rows will need it, too
+            if needed[number].record.places is None:  # other rows will need it, too
                 self._cache.put(number, chunk)
-        return self._decode_each(record, jobs, bases)
+        # Chunks with the same base one after the other: it stays in the processor's cache.
+        order = sorted(range(len(jobs)), key=lambda i: jobs[i].record.base) if needed else []
+        decoded = self._decode_each(record, [jobs[i] for i in order] or jobs, bases)
+        for i, chunk in zip(order, list(decoded), strict=False):
+            decoded[i] = chunk
+        return decoded
 
     def _decode_each(
         self, record: TensorRecord, jobs: list[_Job], bases: dict[int, Stored]
@@ -433,8 +447,14 @@ class Unpacker:
                 if base is not None and base.content_hash != frame.base_hash:
                     raise CorruptionError("the chunk that it is a delta against has other content")
                 data = _decoded(frame, record, base, job.out)
+        except BaseMismatchError as error:
+            raise CorruptionError(
+                f"{self._label}: {_place(record, job.number, job.pointer)}: {error}"
+            ) from error
         except (CorruptionError, CompatibilityError) as error:
-            raise type(error)(f"{self._label}: {_place(record, job)}: {error}") from error
+            raise type(error)(
+                f"{self._label}: {_place(record, job.number, job.pointer)}: {error}"
+            ) from error
         return stored(data, frame.content_hash)
 
 
@@ -500,13 +520,13 @@ def _fit(data: Array, out: Array) -> None:
     clear(out[n:])
 
 
-def _place(record: TensorRecord, job: _Job) -> str:
+def _place(record: TensorRecord, number: int, pointer: Pointer) -> str:
     """The place of a chunk, for messages."""
-    if job.number < 0:
-        return f"the keyframe of a chunk, stored as {job.pointer.chunk}"
+    if number < 0:
+        return f"what chunk {~number} is a change of, stored as {pointer.chunk}"
     grid = record.grid
-    piece = grid.piece(job.number)
-    rows = f"rows {piece.first_row} to {piece.first_row + grid.n_rows_in(job.number) - 1}"
+    piece = grid.piece(number)
+    rows = f"rows {piece.first_row} to {piece.first_row + grid.n_rows_in(number) - 1}"
     if grid.chunks_per_row > 1:
         rows = f"row {piece.first_row}, elements {piece.start} to {piece.stop - 1}"
-    return f"chunk {job.number} ({rows}), stored as {job.pointer.chunk}"
+    return f"chunk {number} ({rows}), stored as {pointer.chunk}"

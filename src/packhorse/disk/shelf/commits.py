@@ -2,17 +2,20 @@
 
 A stored chunk is used by the pointer of one chunk of a tensor, and by the chunks that are deltas
 against it. A rollback adds pointers. When nothing uses a chunk any more, it is deleted.
+
+What is damaged can be overwritten and removed like the rest. Where it is not known what a damaged
+record had used, that stays in the file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import groupby
 
 from packhorse.disk.shelf.engine import Txn
 from packhorse.disk.shelf.records import (
     CHUNK_KEY,
-    COUNT,
     EPOCH,
     NO_CHUNK,
     POINTER_KEY,
@@ -21,15 +24,26 @@ from packhorse.disk.shelf.records import (
     Head,
     Pointer,
     TensorRecord,
-    base_of,
     chunk_value,
     entry_key,
     entry_value,
+    is_removed,
+    parse_chunk,
     parse_pointer,
+    parse_uses,
+    pointer_place,
     pointer_value,
     tensors_of,
+    uses_value,
 )
-from packhorse.disk.shelf.versions import Known, State, newest_version, versions_of
+from packhorse.disk.shelf.versions import (
+    Known,
+    State,
+    newest_entry,
+    newest_pointer,
+    versions_of,
+)
+from packhorse.errors import CompatibilityError, CorruptionError
 
 __all__ = ["Commit"]
 
@@ -39,16 +53,24 @@ class Commit:
 
     def __init__(self, txn: Txn, head: Head, label: str) -> None:
         """Args:
-        txn: a write transaction.
-        head: the head record before the commit.
-        label: the shelf, for messages.
+            txn: a write transaction.
+            head: the head record before the commit.
+            label: the shelf, for messages.
+
+        Raises:
+            CorruptionError: a tag is damaged, so it is not known what it shows.
         """
         self._txn, self._label = txn, label
         self.head = head
         self.state = State(txn, head, head.epoch, Known(), label)
-        self._tags = [tag.epoch for tag in self.state.tags()]
+        try:
+            self._tags = [tag.epoch for tag in self.state.tags()]
+        except CorruptionError as error:
+            raise CorruptionError(
+                f"{error}; nothing can be written before untag() has removed the tag"
+            ) from error
         self._newest_tag = max(self._tags, default=0)
-        self._shown: dict[int, set[int]] | None = None
+        self._shown: dict[int, set[int] | None] | None = None
 
     # Chunks.
 
@@ -61,35 +83,57 @@ class Commit:
             n_uses: how many pointers and chunks use it.
         """
         key = CHUNK_KEY.pack(number)
-        self._txn.handle.put(key, chunk_value(record), db=self._txn.tables.chunks)
+        value = chunk_value(number, record)
+        self._txn.handle.put(key, value, db=self._txn.tables.chunks)
         self.set_uses(number, n_uses)
 
     def set_uses(self, number: int, n_uses: int) -> None:
         """Note how many pointers and chunks use a chunk, which is at least one."""
         key = CHUNK_KEY.pack(number)
         if n_uses > 1:
-            self._txn.handle.put(key, COUNT.pack(n_uses), db=self._txn.tables.shares)
+            self._txn.handle.put(key, uses_value(number, n_uses), db=self._txn.tables.shares)
         else:
             self._txn.handle.delete(key, db=self._txn.tables.shares)
 
     def use(self, number: int, n: int = 1) -> None:
         """Note more uses of a stored chunk."""
-        self.set_uses(number, self._uses(number) + n)
+        uses = self._uses(number)
+        if uses is not None:
+            self.set_uses(number, uses + n)
 
-    def _uses(self, number: int) -> int:
-        value = self._txn.handle.get(CHUNK_KEY.pack(number), db=self._txn.tables.shares)
-        return 1 if value is None else int(COUNT.unpack(value)[0])
+    def _uses(self, number: int) -> int | None:
+        """How many uses of a chunk are noted; None if that is damaged."""
+        cursor = self._txn.handle.cursor(db=self._txn.tables.shares)
+        key = CHUNK_KEY.pack(number)
+        found = cursor.set_range(key)
+        if found and cursor.key() == key:
+            with suppress(CorruptionError):
+                return parse_uses(number, bytes(cursor.value()), self._label)
+            return None
+        beside = [bytes(cursor.value())] if found else []
+        if cursor.prev() if found else cursor.last():
+            beside.append(bytes(cursor.value()))
+        for value in beside:  # the record of this chunk, if its key is damaged, is here
+            with suppress(CorruptionError):
+                parse_uses(number, value, self._label)
+                return None
+        return 1
 
     def release(self, number: int) -> None:
         """Note that one use of a chunk has ended; the last one deletes it."""
         while number:
             uses = self._uses(number)
+            if uses is None:
+                return
             if uses > 1:
                 self.set_uses(number, uses - 1)
                 return
             key = CHUNK_KEY.pack(number)
             value = self._txn.handle.get(key, db=self._txn.tables.chunks)
-            base = base_of(value) if value is not None else 0
+            base = 0
+            if value is not None:
+                with suppress(CorruptionError):
+                    base = parse_chunk(number, value).base
             self._txn.handle.delete(key, db=self._txn.tables.chunks)
             number = base
 
@@ -110,18 +154,29 @@ class Commit:
         table, epoch = self._txn.tables.pointers, self.head.epoch
         key = POINTER_KEY.pack(record.id, number, epoch)
         grown, has_older = pointer.nbytes, False
-        found = None if is_new else newest_version(self._txn, table, key)
+        found = None if is_new else self._older(key)
         if found is not None:
-            old = parse_pointer(found[0], found[1], self._label)
+            old = self._old_pointer(*found)
             grown -= old.nbytes
             has_older = True
             if EPOCH.unpack(found[0][-4:])[0] > self._newest_tag:
                 self._txn.handle.delete(found[0], db=table)
                 self.release(old.chunk)
-                has_older = newest_version(self._txn, table, key) is not None
+                has_older = self._older(key) is not None
         if pointer.chunk or has_older:
             self._txn.handle.put(key, pointer_value(key, pointer), db=table)
         return grown
+
+    def _older(self, key: bytes) -> tuple[bytes, bytes] | None:
+        with suppress(CorruptionError):  # another key than it should have: it stays where it is
+            return newest_pointer(self._txn, key, self._label)
+        return None
+
+    def _old_pointer(self, key: bytes, data: bytes) -> Pointer:
+        """What a pointer that is not needed any more had used."""
+        with suppress(CorruptionError):
+            return parse_pointer(key, data, self._label)
+        return NO_CHUNK
 
     def sweep(self, tensor: int, epochs: Iterable[int]) -> None:
         """Delete the versions of a tensor's pointers that no state shows.
@@ -131,7 +186,10 @@ class Commit:
             epochs: of the states that show the tensor.
         """
         states = sorted(epochs)
-        versions = list(versions_of(self._txn, tensor))
+        try:
+            versions = list(versions_of(self._txn, self._label, tensor))
+        except CorruptionError:
+            return
         for _, group in groupby(versions, key=lambda version: version[0]):
             chunk = list(group)
             shown = {max((v[1] for v in chunk if v[1] <= epoch), default=0) for epoch in states}
@@ -139,24 +197,33 @@ class Commit:
             for _, epoch, key, value in chunk:
                 if epoch in shown:
                     continue
-                pointer = parse_pointer(key, value, self._label)
                 self._txn.handle.delete(key, db=self._txn.tables.pointers)
-                self.release(pointer.chunk)
+                self.release(self._old_pointer(key, value).chunk)
 
-    def _tensors_by_tag(self) -> dict[int, set[int]]:
-        """The tensors that each tag shows, by the epoch of the tag."""
+    def _epochs_of(self, tensor: int, *, and_newest: bool = False) -> list[int]:
+        """The epochs of the tags that show a tensor, and of the newest state if it does."""
         if self._shown is None:
-            self._shown = {}
-            for epoch in self._tags:
-                state = State(self._txn, self.head, epoch, Known(), self._label)
-                entries = (entry for _, entry in state.entries())
-                self._shown[epoch] = {r.id for entry in entries for r in tensors_of(entry)}
-        return self._shown
+            epochs = [*self._tags, self.head.epoch]
+            self._shown = {epoch: self._tensors_at(epoch) for epoch in epochs}
+        shown = (
+            self._shown.items()
+            if and_newest
+            else ((epoch, self._shown[epoch]) for epoch in self._tags)
+        )
+        return [epoch for epoch, tensors in shown if tensors is None or tensor in tensors]
+
+    def _tensors_at(self, epoch: int) -> set[int] | None:
+        """The tensors that a state shows; None if it is not known, because an entry is damaged or
+        of a later release."""
+        state = State(self._txn, self.head, epoch, Known(), self._label)
+        try:
+            return {r.id for _, entry in state.entries() for r in tensors_of(entry)}
+        except (CorruptionError, CompatibilityError):
+            return None
 
     def remove_tensor(self, tensor: int) -> None:
         """Delete what no tag shows of a tensor that the newest state does not have any more."""
-        shown = self._tensors_by_tag() if self._tags else {}
-        self.sweep(tensor, [epoch for epoch, tensors in shown.items() if tensor in tensors])
+        self.sweep(tensor, self._epochs_of(tensor) if self._tags else [])
 
     # Entries.
 
@@ -164,14 +231,17 @@ class Commit:
         """Set the entry of a name, or remove it."""
         table = self._txn.tables.names
         key = entry_key(name, self.head.epoch)
-        found = newest_version(self._txn, table, key)
+        found = self._older_entry(key)
         if found is not None and EPOCH.unpack(found[0][-4:])[0] > self._newest_tag:
             self._txn.handle.delete(found[0], db=table)
-            found = newest_version(self._txn, table, key)
-        if entry is not None:
-            self._txn.handle.put(key, entry_value(entry), db=table)
-        elif found is not None and found[1]:
-            self._txn.handle.put(key, b"", db=table)
+            found = self._older_entry(key)
+        if entry is not None or (found is not None and not is_removed(found[1])):
+            self._txn.handle.put(key, entry_value(name, self.head.epoch, entry), db=table)
+
+    def _older_entry(self, key: bytes) -> tuple[bytes, bytes] | None:
+        with suppress(CorruptionError):
+            return newest_entry(self._txn, key, self._label)
+        return None
 
     # Tags.
 
@@ -182,9 +252,9 @@ class Commit:
             epoch: of the tag.
         """
         then = State(self._txn, self.head, epoch, Known(), self._label)
-        before, after = dict(self.state.entries()), dict(then.entries())
-        for name in before.keys() | after.keys():
-            if before.get(name) != after.get(name):
+        before, after = self._readable_entries(), dict(then.entries())
+        for name in set(self.state.names()) | after.keys():
+            if name not in after or before.get(name) != after[name]:
                 self.enter(name, after.get(name))
         old = {r.id: r for entry in before.values() for r in tensors_of(entry)}
         new = {r.id: r for entry in after.values() for r in tensors_of(entry)}
@@ -194,8 +264,17 @@ class Commit:
             elif old.get(tensor) != new[tensor]:
                 self._roll_back_tensor(new[tensor], epoch)
 
+    def _readable_entries(self) -> dict[str, Entry]:
+        found = {}
+        for name in self.state.names():
+            with suppress(CorruptionError, CompatibilityError):
+                entry = self.state.entry(name)
+                if entry is not None:
+                    found[name] = entry
+        return found
+
     def _roll_back_tensor(self, record: TensorRecord, epoch: int) -> None:
-        versions = list(versions_of(self._txn, record.id))
+        versions = list(versions_of(self._txn, self._label, record.id))
         for number, group in groupby(versions, key=lambda version: version[0]):
             chunk = list(group)
             if chunk[-1][1] <= epoch:
@@ -205,10 +284,8 @@ class Commit:
             if pointer.chunk:
                 self.use(pointer.chunk)
             self.point(record, number, pointer, False)
-            newest = newest_version(
-                self._txn, self._txn.tables.pointers,
-                POINTER_KEY.pack(record.id, number, self.head.epoch),
-            )  # fmt: skip
+            key = POINTER_KEY.pack(record.id, number, self.head.epoch)
+            newest = newest_pointer(self._txn, key, self._label)
             self._drop_repeated(newest, pointer)
 
     def _drop_repeated(self, newest: tuple[bytes, bytes] | None, pointer: Pointer) -> None:
@@ -216,31 +293,24 @@ class Commit:
         if newest is None or newest[0][-4:] != EPOCH.pack(self.head.epoch):
             return
         table = self._txn.tables.pointers
-        earlier = POINTER_KEY.pack(*POINTER_KEY.unpack(newest[0])[:2], self.head.epoch - 1)
-        found = newest_version(self._txn, table, earlier)
+        earlier = newest[0][:-4] + EPOCH.pack(self.head.epoch - 1)
+        found = newest_pointer(self._txn, earlier, self._label)
         if found is not None and parse_pointer(*found, self._label) == pointer:
             self._txn.handle.delete(newest[0], db=table)
             self.release(pointer.chunk)
 
-    def forget_tag(self, name: str) -> None:
-        """Remove a tag, and what only it shows."""
-        self._txn.handle.delete(name.encode(), db=self._txn.tables.tags)
-        self._tags = [tag.epoch for tag in self.state.tags()]
-        self._newest_tag = max(self._tags, default=0)
-        self._shown = None
+    def sweep_all(self) -> None:
+        """Delete what no state shows any more, after a tag was removed."""
         self._sweep_entries()
-        shown = {**self._tensors_by_tag()}
-        live = {r.id for _, entry in self.state.entries() for r in tensors_of(entry)}
-        shown[self.head.epoch] = live
         for tensor in self._stored_tensors():
-            self.sweep(tensor, [epoch for epoch, tensors in shown.items() if tensor in tensors])
+            self.sweep(tensor, self._epochs_of(tensor, and_newest=True))
 
     def _stored_tensors(self) -> list[int]:
         """The numbers of all tensors that have pointers."""
         cursor = self._txn.handle.cursor(db=self._txn.tables.pointers)
         found, at = [], 0
-        while cursor.set_range(POINTER_KEY.pack(at, 0, 0)):
-            tensor = POINTER_KEY.unpack(cursor.key())[0]
+        while at < 1 << 64 and cursor.set_range(POINTER_KEY.pack(at, 0, 0)):
+            tensor = pointer_place(bytes(cursor.key()), self._label)[0]
             found.append(tensor)
             at = tensor + 1
         return found
@@ -249,7 +319,7 @@ class Commit:
         """Delete the versions of entries that no state shows."""
         states = [*self._tags, self.head.epoch]
         cursor = self._txn.handle.cursor(db=self._txn.tables.names)
-        listed = [(bytes(key), bool(len(value))) for key, value in cursor]
+        listed = [(bytes(key), not is_removed(bytes(value))) for key, value in cursor]
         for _, group in groupby(listed, key=lambda record: record[0][:-4]):
             versions = {EPOCH.unpack(key[-4:])[0]: (key, is_there) for key, is_there in group}
             shown = {max((e for e in versions if e <= at), default=0) for at in states}

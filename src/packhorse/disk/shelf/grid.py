@@ -15,7 +15,7 @@ from packhorse.layout import DTYPE_BY_NAME
 
 __all__ = ["Grid", "Piece", "chunk_shape"]
 
-_TARGET_NBYTES = 1 << 16
+_TARGET_NBYTES = 1 << 17
 _MAX_ROW_NBYTES = 1 << 19
 _PART_NBYTES = 1 << 19
 _MIN_NBYTES, _MAX_NBYTES = 1 << 12, 1 << 24
@@ -30,7 +30,7 @@ def chunk_shape(
     Args:
         dtype: safetensors' name of the dtype.
         shape: the shape of the tensor.
-        nbytes: about how many decoded bytes a chunk has; None for 64 KiB of short rows, and up to
+        nbytes: about how many decoded bytes a chunk has; None for 128 KiB of short rows, and up to
             512 KiB of a long row.
         by_row: whether a chunk must not have more than one row.
 

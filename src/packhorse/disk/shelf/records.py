@@ -3,25 +3,31 @@
 All keys order as their numbers do, because numbers in keys are big-endian. A version of a record is
 found by its *epoch*: each tag ends an epoch, and the state of a tag has, of each record, the newest
 version that is not newer than the tag's epoch. Records of the current epoch are overwritten.
+
+LMDB's pages have no checksums, but our records have, and these cover the keys, too. So a record
+whose key was damaged is not taken for another one. It is missed where it should be, though, and
+a pointer that is missing means a chunk of zeros. So whoever misses a record looks at those beside
+its place, by `is_lost_pointer` and `is_lost_entry`.
 """
 
 from __future__ import annotations
 
 import struct
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
+from packhorse import _core
 from packhorse.codecs.content import crc32c
 from packhorse.disk.shelf.grid import Grid
 from packhorse.errors import CompatibilityError, CorruptionError
-from packhorse.storage.documents import Document, compact_json, read_checksum, sign
+from packhorse.storage.documents import CRC_END, Document, compact_json, read_checksum, sign
 from packhorse.storage.strict_json import check_text, shortened
 
 __all__ = [
     "BASES",
     "CHUNK_KEY",
-    "COUNT",
     "EPOCH",
     "HEAD_KEY",
     "MAX_EPOCH",
@@ -33,19 +39,25 @@ __all__ = [
     "Pointer",
     "StateRecord",
     "TensorRecord",
-    "base_of",
     "check_name",
     "chunk_value",
     "entry_key",
     "entry_value",
-    "name_of",
+    "identity_of",
+    "is_lost_entry",
+    "is_lost_pointer",
+    "is_pointer",
+    "is_removed",
     "parse_chunk",
     "parse_entry",
     "parse_pointer",
     "parse_tag",
+    "parse_uses",
+    "pointer_place",
     "pointer_value",
     "tag_value",
     "tensors_of",
+    "uses_value",
 ]
 
 HEAD_KEY = b"head"
@@ -57,14 +69,14 @@ _HEAD = struct.Struct(
 POINTER_KEY = struct.Struct(">QQI")  # tensor, chunk of the tensor, epoch
 _POINTER = struct.Struct("<QI4sI")  # chunk, bytes of its frame, start of its content hash, CRC
 CHUNK_KEY = struct.Struct(">Q")
-_OWNER = struct.Struct("<Q")  # the chunk that a stored chunk needs, in front of its frame
-_IS_PATCH = 1 << 63  # in the same number
-_N_PLACES = struct.Struct("<II")  # rows of a patch, and the CRC of their places
-COUNT = struct.Struct("<Q")
+_CHUNK = struct.Struct("<QII")  # the chunk that it needs, rows of a patch, CRC; then the places
+_USES = struct.Struct("<QI")  # uses, CRC
 EPOCH = struct.Struct(">I")
 MAX_EPOCH = (1 << 32) - 2
 _MAX_NAME_NBYTES = 400  # LMDB's keys have at most 511 bytes
 BASES = (None, "previous")
+_REMOVED = "removed"
+_END_OF_REMOVED = b'"kind":"removed"}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +132,7 @@ class Pointer(NamedTuple):
 
     Attributes:
         chunk: the number of the stored chunk; 0 if all elements are zero.
-        nbytes: the length of its frame.
+        nbytes: the length of its frame; for a patch, with that of the chunk that it needs.
         check: the first bytes of its content hash.
     """
 
@@ -133,9 +145,9 @@ NO_CHUNK = Pointer(0, 0, bytes(4))
 
 
 def pointer_value(key: bytes, pointer: Pointer) -> bytes:
-    """The record of a pointer; its checksum covers the key, too."""
+    """The record of a pointer."""
     body = _POINTER.pack(*pointer, 0)[:-4]
-    return body + struct.pack("<I", crc32c(key[:16] + body))
+    return body + struct.pack("<I", crc32c(key + body))
 
 
 def parse_pointer(key: bytes, data: bytes, label: str) -> Pointer:
@@ -144,11 +156,46 @@ def parse_pointer(key: bytes, data: bytes, label: str) -> Pointer:
     Raises:
         CorruptionError: its checksum does not match.
     """
-    if len(data) == _POINTER.size:
-        chunk, nbytes, check, crc = _POINTER.unpack(data)
-        if crc32c(bytes(key[:16]) + data[:-4]) == crc:
-            return Pointer(chunk, nbytes, check)
-    raise CorruptionError(f"{label}: the pointer of chunk {key[8:16].hex()} is damaged")
+    if is_pointer(key, data):
+        return Pointer(*_POINTER.unpack(data)[:3])
+    number = int.from_bytes(key[8:16], "big")
+    raise CorruptionError(f"{label}: the pointer of chunk {number} is damaged")
+
+
+def pointer_place(key: bytes, label: str) -> tuple[int, int, int]:
+    """The numbers of the tensor and of the chunk in it, and the epoch, of the key of a pointer.
+
+    Raises:
+        CorruptionError: it is not such a key.
+    """
+    if len(key) != POINTER_KEY.size:
+        raise CorruptionError(f"{label}: the table of pointers is damaged")
+    tensor, chunk, epoch = POINTER_KEY.unpack(key)
+    return tensor, chunk, epoch
+
+
+def is_pointer(key: bytes, data: bytes) -> bool:
+    """Whether the checksum of a pointer matches."""
+    # There are many pointers, so the core is called without a detour.
+    sum_ = _core.crc32c(key + data[:-4])
+    return len(data) == _POINTER.size and sum_ == int.from_bytes(data[-4:], "little")
+
+
+def is_lost_pointer(key: bytes, other: bytes, data: bytes) -> bool:
+    """Whether the record beside the place of a pointer is a version of it under a damaged key.
+
+    Args:
+        key: of the pointer, with the epoch of the newest version that counts.
+        other: the key of the record beside.
+        data: the record beside.
+    """
+    if is_pointer(other, data):
+        return False
+    if other[:16] != key[:16]:
+        return other[16:] <= key[16:] and is_pointer(key[:16] + other[16:], data)
+    epoch = EPOCH.unpack(other[16:])[0]
+    tried = (EPOCH.pack(epoch ^ 1 << bit) for bit in range(32))
+    return any(e <= key[16:] and is_pointer(key[:16] + e, data) for e in tried)
 
 
 class ChunkRecord(NamedTuple):
@@ -166,41 +213,46 @@ class ChunkRecord(NamedTuple):
     frame: Any
 
 
-def chunk_value(record: ChunkRecord) -> bytes:
+def chunk_value(number: int, record: ChunkRecord) -> bytes:
     """The record of a stored chunk."""
-    if record.places is None:
-        return b"".join((_OWNER.pack(record.base), record.frame))
-    places = struct.pack(f"<{len(record.places)}I", *record.places)
-    header = _N_PLACES.pack(len(record.places), crc32c(places))
-    return b"".join((_OWNER.pack(record.base | _IS_PATCH), header, places, record.frame))
+    places = record.places or ()
+    packed = struct.pack(f"<{len(places)}I", *places)
+    crc = crc32c(struct.pack("<QQI", number, record.base, len(places)) + packed)
+    return b"".join((_CHUNK.pack(record.base, len(places), crc), packed, record.frame))
 
 
-def parse_chunk(value: Any, label: str) -> ChunkRecord:
+def parse_chunk(number: int, value: Any) -> ChunkRecord:
     """Read the record of a stored chunk; its frame stays a view.
 
     Raises:
-        CorruptionError: it is too short, or the places of a patch are damaged.
+        CorruptionError: it is too short, or what is in front of the frame is damaged.
     """
-    start = _OWNER.size
-    if len(value) < start:
-        raise CorruptionError(f"{label}: it has {len(value)} bytes")
-    owner = _OWNER.unpack_from(value)[0]
-    if not owner & _IS_PATCH:
-        return ChunkRecord(owner, None, value[start:])
-    if len(value) >= start + _N_PLACES.size:
-        n, crc = _N_PLACES.unpack_from(value, start)
-        at = start + _N_PLACES.size
-        places = bytes(value[at : at + 4 * n])
-        if len(places) == 4 * n and n and crc32c(places) == crc:
-            return ChunkRecord(
-                owner & ~_IS_PATCH, struct.unpack(f"<{n}I", places), value[at + 4 * n :]
-            )
-    raise CorruptionError(f"{label}: the places of its rows are damaged")
+    if len(value) >= _CHUNK.size:
+        base, n, crc = _CHUNK.unpack_from(value)
+        end = _CHUNK.size + 4 * n
+        packed = bytes(value[_CHUNK.size : end])
+        if len(value) >= end and crc32c(struct.pack("<QQI", number, base, n) + packed) == crc:
+            places = struct.unpack(f"<{n}I", packed) if n else None
+            return ChunkRecord(base, places, value[end:])
+    raise CorruptionError("what is in front of its frame is damaged")
 
 
-def base_of(value: Any) -> int:
-    """The number of the stored chunk that another one needs, from its record; 0 for none."""
-    return int(_OWNER.unpack_from(value)[0]) & ~_IS_PATCH if len(value) >= _OWNER.size else 0
+def uses_value(number: int, n_uses: int) -> bytes:
+    """The record of how many pointers and chunks use a stored chunk."""
+    return _USES.pack(n_uses, crc32c(struct.pack("<QQ", number, n_uses)))
+
+
+def parse_uses(number: int, value: bytes, label: str) -> int:
+    """Read the record of the uses of a stored chunk.
+
+    Raises:
+        CorruptionError: it is damaged.
+    """
+    if len(value) == _USES.size:
+        n_uses, crc = _USES.unpack(value)
+        if crc32c(struct.pack("<QQ", number, n_uses)) == crc:
+            return int(n_uses)
+    raise CorruptionError(f"{label}: the number of uses of the stored chunk {number} is damaged")
 
 
 @lru_cache(256)
@@ -219,7 +271,7 @@ class TensorRecord:
         chunk: the shape of a chunk.
         base: "previous" if rows are coded against a keyframe row; None for no bases.
         keyframe_every: every so many rows are coded without a base.
-        packed_nbytes: the bytes of the frames of all its chunks.
+        packed_nbytes: the bytes of the frames of all its chunks, by its pointers.
         serial: the number of the commit that changed it last.
     """
 
@@ -278,24 +330,31 @@ def _tensor_document(record: TensorRecord) -> dict[str, Any]:
     }
 
 
-def entry_value(entry: Entry) -> bytes:
-    """An entry of the catalogue, as a signed document."""
+def entry_value(name: str, epoch: int, entry: Entry | None) -> bytes:
+    """An entry of the catalogue, as a signed document; None for a name that was removed."""
+    document: dict[str, Any] = {"name": name, "epoch": epoch}
+    if entry is None:
+        return sign({**document, "kind": _REMOVED})
     if isinstance(entry, TensorRecord):
-        return sign({"kind": "tensor", **_tensor_document(entry)})
+        return sign({**document, "kind": "tensor", **_tensor_document(entry)})
     tensors = [_tensor_document(record) for record in entry.tensors]
-    return sign({"kind": "state", "state": entry.state, "tensors": tensors})
+    return sign({**document, "kind": "state", "state": entry.state, "tensors": tensors})
 
 
-def parse_entry(data: bytes, label: str) -> Entry:
-    """Read an entry of the catalogue.
+def parse_entry(key: bytes, data: bytes, label: str) -> Entry | None:
+    """Read an entry of the catalogue; None for a name that was removed.
 
     Raises:
         CorruptionError: the entry is damaged.
         CompatibilityError: a later release wrote it.
     """
     read_checksum(data, label)
+    if not data.startswith(_about(key), CRC_END):
+        raise CorruptionError(f"{label}: the entry is of another name or state; its key is damaged")
     document = Document(data, label)
     kind = document.get("kind")
+    if kind == _REMOVED:
+        return None
     if kind == "tensor":
         return _parse_tensor(document)
     if kind == "state":
@@ -303,6 +362,45 @@ def parse_entry(data: bytes, label: str) -> Entry:
         parts = (Document(compact_json(tensor), label) for tensor in tensors)
         return StateRecord(document.require("state"), tuple(map(_parse_tensor, parts)))
     raise CompatibilityError(f"{label}: an entry of an unknown kind; upgrade packhorse")
+
+
+def is_removed(data: bytes) -> bool:
+    """Whether an entry, which is not checked, says that its name was removed."""
+    return data.endswith(_END_OF_REMOVED)
+
+
+def _about(key: bytes) -> bytes:
+    """How the document of an entry goes on after its checksum."""
+    name = compact_json(key[:-5].decode(errors="replace"))
+    return b'","name":%b,"epoch":%d,' % (name, EPOCH.unpack(key[-4:])[0])
+
+
+def identity_of(key: bytes, data: bytes) -> tuple[str, int]:
+    """The name and the epoch of an entry: those of its key, or, if that is damaged, those that the
+    entry tells itself."""
+    return _told_by(key, data) or (
+        key[:-5].decode(errors="backslashreplace"), EPOCH.unpack(key[-4:])[0]
+    )  # fmt: skip
+
+
+def _told_by(key: bytes, data: bytes) -> tuple[str, int] | None:
+    """The name and the epoch that an entry tells, if it is whole, and its key tells others."""
+    if data.startswith(_about(key), CRC_END):
+        return None
+    with suppress(CorruptionError):
+        read_checksum(data, "")
+        document = Document(data, "")
+        return document.field("name", str), document.count("epoch")
+    return None
+
+
+def is_lost_entry(key: bytes, other: bytes, data: bytes) -> bool:
+    """Whether the record beside the place of an entry is a version of it under a damaged key; as
+    `is_lost_pointer`."""
+    told = _told_by(other, data)
+    return (
+        told is not None and told[0].encode() == key[:-5] and (told[1] <= EPOCH.unpack(key[-4:])[0])
+    )
 
 
 def _parse_tensor(document: Document) -> TensorRecord:
@@ -343,17 +441,12 @@ def entry_key(name: str, epoch: int) -> bytes:
     return name.encode() + b"\0" + EPOCH.pack(epoch)
 
 
-def name_of(key: bytes) -> str:
-    """The name in the key of an entry."""
-    return bytes(key[:-5]).decode()
-
-
-def tag_value(epoch: int, time: str, commit: int) -> bytes:
+def tag_value(name: str, epoch: int, time: str, commit: int) -> bytes:
     """The record of a tag."""
-    return sign({"epoch": epoch, "time": time, "commit": commit})
+    return sign({"name": name, "epoch": epoch, "time": time, "commit": commit})
 
 
-def parse_tag(data: bytes, label: str) -> tuple[int, str, int]:
+def parse_tag(name: str, data: bytes, label: str) -> tuple[int, str, int]:
     """Read the record of a tag: its epoch, its time and the number of its commit.
 
     Raises:
@@ -361,4 +454,6 @@ def parse_tag(data: bytes, label: str) -> tuple[int, str, int]:
     """
     read_checksum(data, label)
     document = Document(data, label)
+    if document.get("name") != name:
+        raise CorruptionError(f"{label}: the tag is another one; its key is damaged")
     return document.count("epoch"), document.field("time", str), document.count("commit")

@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -60,7 +60,8 @@ class Session:
             cursor = txn.handle.cursor(db=txn.tables.chunks)
             has_unused = cursor.set_range(CHUNK_KEY.pack(head.next_chunk))
         if has_unused:
-            self.folder.write(delete_unused_chunks)
+            with suppress(OSError):  # a full disk: the next commit deletes them, too
+                self.folder.write(delete_unused_chunks)
 
     @property
     def path(self) -> Path:
@@ -153,18 +154,27 @@ class Session:
         with _StateContext(self, tag) as state:
             return state.entry(name)
 
-    def entries(self, prefix: str, tag: str | None) -> dict[str, Entry]:
-        """The entries of all names that begin so, by name, in order."""
+    def has(self, name: str, tag: str | None) -> bool:
+        """Whether there is an entry of a name, which may be damaged."""
+        changes = None if tag is not None else self.seen()
+        if changes is not None:
+            self.check_open()
+            return changes.has(name)
+        with _StateContext(self, tag) as state:
+            return state.has(name)
+
+    def names(self, prefix: str, tag: str | None) -> list[str]:
+        """All names that begin so, in order."""
         changes = None if tag is not None else self.seen()
         if changes is not None:
             return changes.names(prefix)
         with _StateContext(self, tag) as state:
-            return dict(state.entries(prefix))
+            return state.names(prefix)
 
-    def tags(self) -> list[Tag]:
-        """All tags, the oldest first."""
+    def tags(self) -> list[str]:
+        """The names of all tags, the oldest first."""
         with _StateContext(self, None) as state:
-            return state.tags()
+            return state.tag_names()
 
     def find_tag(self, state: State, name: str) -> Tag:
         """A tag.

@@ -100,7 +100,7 @@ class ShelfView(Exports):
             found = check_name(name)
         except (TypeError, ValueError):
             return False
-        return self._session.entry(found, self._tag) is not None
+        return self._session.has(found, self._tag)
 
     def __iter__(self) -> Iterator[str]:
         """The names of all tensors and nested states, in order."""
@@ -124,7 +124,7 @@ class ShelfView(Exports):
         """
         if prefix != "":
             check_name(prefix, "a tensor, or its beginning,")
-        return list(self._session.entries(prefix, self._tag))
+        return self._session.names(prefix, self._tag)
 
     def load(self, name: str, *, framework: str | None = None) -> Any:
         """A nested state that `save` has kept.
@@ -314,7 +314,7 @@ class Shelf(ShelfView, Imports):
             keyframe_every: how often a row is coded for itself, if there is a base.
             chunk_nbytes: about how many decoded bytes a chunk has: 4 KiB to 16 MiB. Writing one
                 element packs a whole chunk again; short chunks pack worse. None for a run of rows
-                of 64 KiB, or up to 512 KiB of a long row.
+                of 128 KiB, or up to 512 KiB of a long row.
             replace: whether a tensor or state of this name may be replaced.
 
         Returns:
@@ -336,7 +336,7 @@ class Shelf(ShelfView, Imports):
             chunk_nbytes = whole_number(chunk_nbytes, "chunk_nbytes")
         check_name(name)
         with self._session.transaction() as changes:
-            if not replace and changes.entry(name) is not None:
+            if not replace and changes.has(name):
                 raise ValueError(
                     f"{self.path}: there is {name!r} already; name another, or pass replace=True"
                 )
@@ -393,7 +393,7 @@ class Shelf(ShelfView, Imports):
         """
         check_name(name)
         with self._session.transaction() as changes:
-            if changes.entry(name) is None:
+            if not changes.has(name):
                 raise missing(name, self.path, None)
             changes.put(name, None)
 
@@ -412,7 +412,7 @@ class Shelf(ShelfView, Imports):
         with self._session.transaction() as changes:
             if changes.entry(old) is None:
                 raise missing(old, self.path, None)
-            if changes.entry(new) is not None:
+            if changes.has(new):
                 raise ValueError(f"{self.path}: there is {new!r} already; remove it first")
             changes.rename(old, new)
 
@@ -473,7 +473,7 @@ class Shelf(ShelfView, Imports):
             if head.epoch >= MAX_EPOCH:
                 raise ValueError(f"{self.path}: no more tags can be made; copy the shelf")
             time = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-            value = tag_value(head.epoch, time, head.n_commits)
+            value = tag_value(tag, head.epoch, time, head.n_commits)
             txn.handle.put(tag.encode(), value, db=txn.tables.tags)
             _put_head(txn, replace(head, epoch=head.epoch + 1))
 
@@ -491,16 +491,16 @@ class Shelf(ShelfView, Imports):
         """
 
         def work(txn: Txn, head: Head) -> None:
-            commit = Commit(txn, head, str(self.path))
-            self._session.find_tag(commit.state, check_name(tag, "a tag"))
-            commit.forget_tag(tag)
+            if not txn.handle.delete(check_name(tag, "a tag").encode(), db=txn.tables.tags):
+                raise KeyError(f"{self.path}: there is no tag {tag!r}")
+            Commit(txn, head, str(self.path)).sweep_all()
             _put_head(txn, head)
 
         self._alone(work, "untag()")
 
     def tags(self) -> list[str]:
         """The names of all tags, the oldest first."""
-        return [tag.name for tag in self._session.tags()]
+        return self._session.tags()
 
     def at(self, tag: str) -> ShelfView:
         """The state of a tag.

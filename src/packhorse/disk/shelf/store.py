@@ -141,7 +141,7 @@ class Folder:
         self._engine: Engine | None = None
         self._lock: FolderLock | None = None
         self._local = threading.local()  # what each thread holds
-        self._seen = b"", Head()  # the last head record
+        self._seen: tuple[bytes, Head] | None = None  # the last head record
         self._pid = os.getpid()
         self._check_path()
         try:
@@ -217,11 +217,10 @@ class Folder:
     def _read_head(self, txn: Txn, engine: Engine) -> Head:
         raw = txn.handle.get(HEAD_KEY, db=txn.tables.meta)
         raw = b"" if raw is None else bytes(raw)
-        seen, head = self._seen  # one attribute, as threads read different states at a time
-        if raw != seen:
-            head = Head.parse(raw, str(engine.path))
-            self._seen = raw, head
-        return head
+        seen = self._seen  # one attribute, as threads read different states at a time
+        if seen is None or raw != seen[0]:
+            seen = self._seen = raw, Head.parse(raw, str(engine.path))
+        return seen[1]
 
     def _has_moved(self, head: Head, engine: Engine) -> bool:
         return head.has_moved and newest_file(self.path) != engine.path

@@ -6,17 +6,18 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from typing import TypeAlias
+from functools import partial
+from typing import Any, TypeAlias
 
 from packhorse.disk.shelf.chunks import Cache, Unpacker, dtype_of
 from packhorse.disk.shelf.records import (
-    COUNT,
     Pointer,
     StateRecord,
     TensorRecord,
-    base_of,
+    parse_chunk,
     parse_pointer,
+    parse_uses,
+    pointer_place,
     tensors_of,
 )
 from packhorse.disk.shelf.results import (
@@ -29,7 +30,7 @@ from packhorse.disk.shelf.results import (
 from packhorse.disk.shelf.session import Session
 from packhorse.disk.shelf.store import compact_file
 from packhorse.disk.shelf.versions import State
-from packhorse.errors import CompatibilityError, CorruptionError
+from packhorse.errors import CompatibilityError, CorruptionError, blaming
 
 __all__ = ["Progress", "compact", "find_problems", "look_at"]
 
@@ -97,41 +98,53 @@ class _Check:
     def problems(self) -> Iterator[ShelfProblem]:
         """Everything that is wrong."""
         states: list[tuple[str | None, State]] = [(None, self._state)]
-        try:
-            tags = self._state.tags()
-        except (CorruptionError, CompatibilityError) as error:
-            tags = []
-            yield ShelfProblem("", None, None, str(error))
-        states += [(tag.name, self._state.at(tag.epoch)) for tag in tags]
+        for name in self._state.tag_names():
+            try:
+                tag = self._session.find_tag(self._state, name)
+            except (CorruptionError, KeyError) as error:
+                yield ShelfProblem("", name, None, str(error))
+            else:
+                states.append((name, self._state.at(tag.epoch)))
         self._total = sum(len(value) for _, value in self._state.stored())
-        for tag, state in states:
-            yield from self._state_problems(tag, state)
+        for tag_name, state in states:
+            yield from self._state_problems(tag_name, state)
         yield from self._use_problems()
         if self._progress is not None:
             self._progress(self._total, self._total)
 
     def _state_problems(self, tag: str | None, state: State) -> Iterator[ShelfProblem]:
-        try:
-            entries = list(state.entries())
-        except (CorruptionError, CompatibilityError) as error:
-            yield ShelfProblem("", tag, None, str(error))
-            return
-        for name, entry in entries:
+        for name in state.names():
+            try:
+                entry = state.entry(name)
+            except (CorruptionError, CompatibilityError) as error:
+                yield ShelfProblem(name, tag, None, str(error))
+                continue
             for record in tensors_of(entry):
+                label = self._label(name, tag)
+                n_chunks = record.grid.n_chunks
                 try:
-                    pointers = list(state.all_pointers(record.id, 0, record.grid.n_chunks))
+                    pointers = list(state.all_pointers(record.id, 0, n_chunks, label))
                 except CorruptionError as error:
-                    yield ShelfProblem(name, tag, None, f"{name!r}: {error}")
+                    yield ShelfProblem(name, tag, None, str(error))
                     continue
+                noted = sum(pointer.nbytes for _, pointer in pointers)
+                if noted != record.packed_nbytes:
+                    yield ShelfProblem(
+                        name, tag, None,
+                        f"{self._session.path}: {name!r}: its chunks have {noted} bytes, but "
+                        f"{record.packed_nbytes} are noted",
+                    )  # fmt: skip
                 yield from self._chunk_problems(name, tag, record, pointers)
+
+    def _label(self, name: str, tag: str | None) -> str:
+        return f"{self._session.path}: {name!r}" + ("" if tag is None else f", tag {tag!r}")
 
     def _chunk_problems(
         self, name: str, tag: str | None, record: TensorRecord, found: list[tuple[int, Pointer]]
     ) -> Iterator[ShelfProblem]:
         new = [(n, p) for n, p in found if p.chunk and p.chunk not in self._seen]
         self._seen |= {pointer.chunk for _, pointer in new}
-        label = f"{self._session.path}: {name!r}" + ("" if tag is None else f", tag {tag!r}")
-        threads = self._session.settings.threads
+        threads, label = self._session.settings.threads, self._label(name, tag)
         unpacker = Unpacker(Cache(1 << 26), self._state.chunks, threads, label)
         for at in range(0, len(new), _AT_ONCE):
             some = new[at : at + _AT_ONCE]
@@ -148,30 +161,49 @@ class _Check:
                 self._progress(min(self._done, self._total), self._total)
 
     def _use_problems(self) -> Iterator[ShelfProblem]:
-        """Chunks that nothing uses, or that are noted to be used more or less often."""
+        """Records of chunks that are damaged; chunks that nothing uses, or that are noted to be
+        used more or less often."""
+        path = str(self._session.path)
+        problems: list[str] = []
         uses: Counter[int] = Counter()
-        for key, value in self._state.all_versions():
-            with suppress(CorruptionError):  # reported already
-                pointer = parse_pointer(key, value, "")
-                uses[pointer.chunk] += pointer.chunk > 0
-        stored = set()
+        stored, noted = set(), {}
+
+        def check(parse: Callable[[], None]) -> None:
+            try:
+                parse()
+            except CorruptionError as error:
+                problems.append(str(error))
+
+        def count(key: bytes, value: bytes) -> None:
+            tensor = pointer_place(key, path)[0]
+            uses[parse_pointer(key, value, f"{path}: tensor {tensor}").chunk] += 1
+
+        def count_base(number: int, value: Any) -> None:
+            with blaming(f"{path}: the stored chunk {number}"):
+                uses[parse_chunk(number, value).base] += 1
+
+        def note(number: int, value: bytes) -> None:
+            noted[number] = parse_uses(number, value, path)
+
+        for key, data in self._state.all_versions():
+            check(partial(count, key, data))
         for number, value in self._state.stored():
             stored.add(number)
-            base = base_of(value)
-            uses[base] += base > 0
-        noted = {number: COUNT.unpack(value)[0] for number, value in self._state.shares()}
-        for number in sorted(stored | (uses.keys() - {0})):
-            path = self._session.path
+            check(partial(count_base, number, value))
+        for number, value in self._state.shares():
+            noted[number] = 0
+            check(partial(note, number, value))
+        for number in sorted((stored | uses.keys() | noted.keys()) - {0}):
             if number >= self._state.head.next_chunk:
                 continue  # of a transaction that goes on
             if number not in stored:
-                yield ShelfProblem("", None, None, f"{path}: stored chunk {number} is missing")
+                problems.append(f"{path}: the stored chunk {number} is missing")
             elif uses[number] != noted.get(number, 1):
-                yield ShelfProblem(
-                    "", None, None,
-                    f"{path}: stored chunk {number} is used {uses[number]} times, but "
-                    f"{noted.get(number, 1)} uses are noted",
-                )  # fmt: skip
+                problems.append(
+                    f"{path}: the stored chunk {number} is used {uses[number]} times, but "
+                    f"{noted.get(number, 1)} uses are noted"
+                )
+        yield from (ShelfProblem("", None, None, words) for words in problems)
 
 
 def compact(session: Session, progress: Progress | None) -> int:

@@ -4,7 +4,7 @@ the epoch of the state (records.py)."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from packhorse.disk.shelf.engine import Txn
 from packhorse.disk.shelf.records import (
     CHUNK_KEY,
     EPOCH,
+    MAX_EPOCH,
     NO_CHUNK,
     POINTER_KEY,
     ChunkRecord,
@@ -21,16 +22,22 @@ from packhorse.disk.shelf.records import (
     Pointer,
     TensorRecord,
     entry_key,
-    name_of,
+    identity_of,
+    is_lost_entry,
+    is_lost_pointer,
+    is_pointer,
+    is_removed,
     parse_chunk,
     parse_entry,
     parse_pointer,
     parse_tag,
+    pointer_place,
 )
 from packhorse.errors import CorruptionError
 
-__all__ = ["Known", "State", "Tag", "newest_version", "versions_of"]
+__all__ = ["Known", "State", "Tag", "newest_entry", "newest_pointer", "versions_of"]
 
+_LAST_EPOCH = EPOCH.pack((1 << 32) - 1)
 _MAX_TENSORS = 256
 _MANY = 4  # chunks that are asked for before the first is read
 _MAX_POINTERS = 1 << 18
@@ -109,86 +116,127 @@ class State:
         return State(self._txn, self.head, epoch, self._known, self._label)
 
     def entry(self, name: str) -> Entry | None:
-        """The entry of a name; None if there is none."""
+        """The entry of a name; None if there is none.
+
+        Raises:
+            CorruptionError, CompatibilityError: it is damaged, or a later release wrote it.
+        """
         entries = self._known.entries(self.head, self.epoch)
         if name in entries:
             return entries[name]
-        found = newest_version(self._txn, self._txn.tables.names, entry_key(name, self.epoch))
-        entry = self._parse(*found) if found else None
+        found = self._newest_entry(name)
+        entry = parse_entry(*found, self._about(name)) if found else None
         entries[name] = entry
         return entry
 
-    def _parse(self, key: bytes, value: bytes) -> Entry | None:
-        return parse_entry(value, f"{self._label}: {name_of(key)!r}") if value else None
+    def has(self, name: str) -> bool:
+        """Whether there is an entry of a name, which may be damaged."""
+        try:
+            found = self._newest_entry(name)
+        except CorruptionError:
+            return True
+        return found is not None and not is_removed(found[1])
 
-    def entries(self, prefix: str = "") -> Iterator[tuple[str, Entry]]:
-        """All names that begin so, with their entries, in the order of their bytes."""
+    def _newest_entry(self, name: str) -> tuple[bytes, bytes] | None:
+        return newest_entry(self._txn, entry_key(name, self.epoch), self._about(name))
+
+    def _about(self, name: str) -> str:
+        return f"{self._label}: {name!r}"
+
+    def names(self, prefix: str = "") -> list[str]:
+        """All names that begin so, in order. Their entries may be damaged."""
         start = prefix.encode()
         cursor = self._txn.handle.cursor(db=self._txn.tables.names)
-        kept: tuple[bytes, bytes] | None = None
+        newest: dict[str, tuple[int, bool]] = {}
         found = cursor.set_range(start)
-        while found:
-            key = bytes(cursor.key())
-            if not key.startswith(start):
-                break
-            if kept is not None and kept[0][:-4] != key[:-4]:
-                yield from self._listed(kept)
-                kept = None
-            if EPOCH.unpack(key[-4:])[0] <= self.epoch:
-                kept = key, bytes(cursor.value())
+        while found and (key := bytes(cursor.key())).startswith(start):
+            data = bytes(cursor.value())
+            name, epoch = identity_of(key, data)
+            if newest.get(name, (0, False))[0] <= epoch <= self.epoch:
+                newest[name] = epoch, not is_removed(data)
             found = cursor.next()
-        if kept is not None:
-            yield from self._listed(kept)
+        return sorted(name for name, (_, is_there) in newest.items() if is_there)
 
-    def _listed(self, record: tuple[bytes, bytes]) -> Iterator[tuple[str, Entry]]:
-        entry = self._parse(*record)
-        if entry is not None:
-            yield name_of(record[0]), entry
+    def entries(self, prefix: str = "") -> Iterator[tuple[str, Entry]]:
+        """All names that begin so, with their entries, in order.
 
-    def pointers(self, record: TensorRecord, numbers: list[int]) -> list[Pointer]:
+        Raises:
+            CorruptionError, CompatibilityError: an entry is damaged, or a later release wrote it.
+        """
+        for name in self.names(prefix):
+            entry = self.entry(name)
+            if entry is not None:
+                yield name, entry
+
+    def pointers(self, record: TensorRecord, numbers: list[int], label: str) -> list[Pointer]:
         """Where chunks of a tensor are.
 
         Args:
             record: the tensor.
             numbers: of chunks.
+            label: the tensor, for messages.
+
+        Raises:
+            CorruptionError: the pointer of one of them is damaged.
         """
         known = self._known.pointers(record)
         missing = [number for number in numbers if number not in known]
         if missing:
-            known.update(self._read_pointers(record, missing))
+            known.update(self._read_pointers(record, missing, label))
         return [known[number] for number in numbers]
 
-    def _read_pointers(self, record: TensorRecord, numbers: list[int]) -> dict[int, Pointer]:
+    def _read_pointers(
+        self, record: TensorRecord, numbers: list[int], label: str
+    ) -> dict[int, Pointer]:
+        """Pointers that are near each other are read in one go. Those that are missing there are
+        looked for again, each for itself, in case that their keys are damaged."""
         first, last = min(numbers), max(numbers)
+        found: dict[int, Pointer] = {}
         if last - first < 4 * len(numbers):
-            found = dict.fromkeys(range(first, last + 1), NO_CHUNK)
-            found.update(self.all_pointers(record.id, first, last + 1))
-            return found
-        table, found = self._txn.tables.pointers, {}
+            wanted = set(numbers)
+            for number, key, data in self._versions(record.id, first, last + 1, label):
+                if number in wanted:
+                    found[number] = parse_pointer(key, data, label)
         for number in numbers:
-            key = POINTER_KEY.pack(record.id, number, self.epoch)
-            version = newest_version(self._txn, table, key)
-            found[number] = parse_pointer(*version, self._label) if version else NO_CHUNK
+            if number not in found:
+                key = POINTER_KEY.pack(record.id, number, self.epoch)
+                version = newest_pointer(self._txn, key, label)
+                found[number] = parse_pointer(*version, label) if version else NO_CHUNK
         return found
 
-    def all_pointers(self, tensor: int, first: int, stop: int) -> Iterator[tuple[int, Pointer]]:
-        """The pointers of a run of chunks, in order, without those that have none."""
+    def _versions(
+        self, tensor: int, first: int, stop: int, label: str
+    ) -> Iterator[tuple[int, bytes, bytes]]:
+        """The versions of pointers that this state shows: numbers of chunks, keys and values."""
         last: tuple[int, bytes, bytes] | None = None
-        for number, epoch, key, value in versions_of(self._txn, tensor, first, stop):
+        for number, epoch, key, data in versions_of(self._txn, label, tensor, first, stop):
             if last is not None and last[0] != number:
-                yield last[0], parse_pointer(last[1], last[2], self._label)
+                yield last
                 last = None
             if epoch <= self.epoch:
-                last = number, key, value
+                last = number, key, data
+            elif is_lost_pointer(POINTER_KEY.pack(tensor, number, self.epoch), key, data):
+                raise CorruptionError(f"{label}: the key of a pointer is damaged")
         if last is not None:
-            yield last[0], parse_pointer(last[1], last[2], self._label)
+            yield last
+
+    def all_pointers(
+        self, tensor: int, first: int, stop: int, label: str
+    ) -> Iterator[tuple[int, Pointer]]:
+        """The pointers of a run of chunks, in order, without those that have none.
+
+        Raises:
+            CorruptionError: one of them is damaged.
+        """
+        for number, key, data in self._versions(tensor, first, stop, label):
+            yield number, parse_pointer(key, data, label)
 
     def chunks(self, numbers: Sequence[int]) -> list[ChunkRecord]:
         """Stored chunks, whose frames are views. If there are many, the system is asked to read all
         of them from the disk before any is looked at.
 
         Raises:
-            CorruptionError: one is missing or damaged.
+            CorruptionError: one is missing or damaged; the caller says which tensor needs it.
         """
         get, table = self._txn.handle.get, self._txn.tables.chunks
         values = [get(CHUNK_KEY.pack(number), db=table) for number in numbers]
@@ -197,20 +245,24 @@ class State:
         return [self._parse_chunk(n, value) for n, value in zip(numbers, values, strict=True)]
 
     def _parse_chunk(self, number: int, value: Any) -> ChunkRecord:
-        label = f"{self._label}: the stored chunk {number}"
         if value is None:
-            raise CorruptionError(f"{label} is missing")
-        return parse_chunk(value, label)
+            raise CorruptionError("it is missing")
+        return parse_chunk(number, value)
 
     def stored(self) -> Iterator[tuple[int, Any]]:
         """All stored chunks: their numbers, and views of their records."""
         for key, value in self._txn.handle.cursor(db=self._txn.tables.chunks):
-            yield CHUNK_KEY.unpack(key)[0], value
+            yield self._number(key), value
 
     def shares(self) -> Iterator[tuple[int, bytes]]:
         """The chunks with more than one use: their numbers, and the records of their uses."""
         for key, value in self._txn.handle.cursor(db=self._txn.tables.shares):
-            yield CHUNK_KEY.unpack(key)[0], bytes(value)
+            yield self._number(key), bytes(value)
+
+    def _number(self, key: Any) -> int:
+        if len(key) != CHUNK_KEY.size:
+            raise CorruptionError(f"{self._label}: a table of chunks is damaged")
+        return int(CHUNK_KEY.unpack(key)[0])
 
     def all_versions(self) -> Iterator[tuple[bytes, bytes]]:
         """All versions of all pointers."""
@@ -218,55 +270,111 @@ class State:
             yield bytes(key), bytes(value)
 
     def tags(self) -> list[Tag]:
-        """All tags, the oldest first."""
-        cursor = self._txn.handle.cursor(db=self._txn.tables.tags)
-        found = []
-        for key, value in cursor:
-            name = bytes(key).decode()
-            found.append(Tag(name, *parse_tag(bytes(value), f"{self._label}: tag {name!r}")))
+        """All tags, the oldest first.
+
+        Raises:
+            CorruptionError: one is damaged.
+        """
+        found = (self._tag(bytes(key), bytes(value)) for key, value in self._tag_records())
         return sorted(found, key=lambda tag: tag.epoch)
 
+    def tag_names(self) -> list[str]:
+        """The names of all tags, the oldest first; after them, those of damaged ones."""
+        names: list[tuple[int, str]] = []
+        for key, value in self._tag_records():
+            epoch = MAX_EPOCH
+            with suppress(CorruptionError):
+                epoch = self._tag(bytes(key), bytes(value)).epoch
+            names.append((epoch, bytes(key).decode(errors="backslashreplace")))
+        return [name for _, name in sorted(names)]
+
+    def _tag_records(self) -> Iterator[tuple[Any, Any]]:
+        found: Iterator[tuple[Any, Any]] = iter(self._txn.handle.cursor(db=self._txn.tables.tags))
+        return found
+
+    def _tag(self, key: bytes, value: bytes) -> Tag:
+        name = key.decode(errors="backslashreplace")
+        return Tag(name, *parse_tag(name, value, f"{self._label}: tag {name!r}"))
+
     def tag(self, name: str) -> Tag | None:
-        """A tag; None if there is none of this name."""
+        """A tag; None if there is none of this name.
+
+        Raises:
+            CorruptionError: it is damaged.
+        """
         value = self._txn.handle.get(name.encode(), db=self._txn.tables.tags)
-        if value is None:
-            return None
-        return Tag(name, *parse_tag(bytes(value), f"{self._label}: tag {name!r}"))
+        return None if value is None else self._tag(name.encode(), bytes(value))
 
 
-def newest_version(txn: Txn, table: Any, key: bytes) -> tuple[bytes, bytes] | None:
-    """The newest version of a record that is not newer than an epoch.
+def newest_entry(txn: Txn, key: bytes, label: str) -> tuple[bytes, bytes] | None:
+    """The newest version of an entry that is not newer than an epoch.
 
     Args:
         txn: the transaction.
-        table: where the record is.
-        key: the record's key, which ends in the epoch.
+        key: the key of the entry, with the epoch.
+        label: the tensor or state, for messages.
 
     Returns:
         The key and the value of the version; None if there is none.
+
+    Raises:
+        CorruptionError: its key is damaged.
     """
+    return _newest_version(txn, txn.tables.names, key, is_lost_entry, label)
+
+
+def newest_pointer(txn: Txn, key: bytes, label: str) -> tuple[bytes, bytes] | None:
+    """The newest version of a pointer that is not newer than an epoch; as `newest_entry`."""
+    return _newest_version(txn, txn.tables.pointers, key, is_lost_pointer, label)
+
+
+def _newest_version(
+    txn: Txn,
+    table: Any,
+    key: bytes,
+    is_lost: Callable[[bytes, bytes, bytes], bool],
+    label: str,
+) -> tuple[bytes, bytes] | None:
     cursor = txn.handle.cursor(db=table)
     if cursor.set_range(key):
-        if cursor.key() == key:
+        after = bytes(cursor.key())
+        if after == key:
             return key, bytes(cursor.value())
+        _check_beside(key, after, bytes(cursor.value()), is_lost, label, is_right=after > key)
         found = cursor.prev()
     else:
         found = cursor.last()
     if not found:
         return None
-    at = bytes(cursor.key())
-    if len(at) != len(key) or at[:-4] != key[:-4]:
-        return None
-    return at, bytes(cursor.value())
+    at, data = bytes(cursor.key()), bytes(cursor.value())
+    if len(at) == len(key) and at[:-4] == key[:-4] and at < key:
+        return at, data
+    _check_beside(key, at, data, is_lost, label, is_right=at < key)
+    return None
+
+
+def _check_beside(
+    key: bytes,
+    other: bytes,
+    data: bytes,
+    is_lost: Callable[[bytes, bytes, bytes], bool],
+    label: str,
+    *,
+    is_right: bool,
+) -> None:
+    """Make sure that a record is not there because it is not, and not because of damage."""
+    if not is_right or is_lost(key, other, data):
+        raise CorruptionError(f"{label}: its record has a damaged key, or the table is damaged")
 
 
 def versions_of(
-    txn: Txn, tensor: int, first: int = 0, stop: int | None = None
+    txn: Txn, label: str, tensor: int, first: int = 0, stop: int | None = None
 ) -> Iterator[tuple[int, int, bytes, bytes]]:
     """All versions of the pointers of a tensor.
 
     Args:
         txn: the transaction.
+        label: the tensor, for messages.
         tensor: the number of the tensor.
         first: the first chunk.
         stop: one past the last chunk; None for all.
@@ -274,13 +382,25 @@ def versions_of(
     Yields:
         The number of a chunk, an epoch, the key and the value; in the order of chunks, and then of
         epochs.
+
+    Raises:
+        CorruptionError: the key of one of them is damaged, or the table is.
     """
     cursor = txn.handle.cursor(db=txn.tables.pointers)
-    found = cursor.set_range(POINTER_KEY.pack(tensor, first, 0))
+    at = POINTER_KEY.pack(tensor, first, 0)
+    found = cursor.set_range(at)
     while found:
-        key = bytes(cursor.key())
-        owner, number, epoch = POINTER_KEY.unpack(key)
-        if owner != tensor or (stop is not None and number >= stop):
-            return
-        yield number, epoch, key, bytes(cursor.value())
+        key, data = bytes(cursor.key()), bytes(cursor.value())
+        owner, number, epoch = pointer_place(key, label)
+        is_inside = owner == tensor and (stop is None or number < stop)
+        if is_pointer(key, data):
+            if key < at:
+                raise CorruptionError(f"{label}: the table of pointers is damaged")
+            if not is_inside:
+                return
+        elif key[:-4] != at[:-4] and is_lost_pointer(at[:-4] + _LAST_EPOCH, key, data):
+            raise CorruptionError(f"{label}: the key of a pointer is damaged")
+        if is_inside and key >= at:
+            yield number, epoch, key, data
+            at = key
         found = cursor.next()
