@@ -133,7 +133,8 @@ class Undo(Exception):
 
 WRONG = [
     5, -6, (0, 4), (0, 0, 0), "a", 1.5, [0, 9], [[0, -6]], np.zeros(4, bool), (..., ...),
-    slice(0, 1, 0), [1.0], (0, "b"), ([0, 1], [0, 1, 2]), {}, np.array([], float),
+    (slice(None), ..., ...), (..., 0, ...), slice(0, 1, 0), [1.0], (0, "b"), ([0, 1], [0, 1, 2]),
+    {}, np.array([], float),
 ]  # fmt: skip
 
 
@@ -156,6 +157,10 @@ def test_wrong_indices_give_the_errors_of_numpy(shelf: Shelf, index: Any) -> Non
 WRONG_VALUES = [
     ((0,), np.zeros(5)), (slice(0, 2), np.zeros((3, 4))), ([0, 1], np.zeros((3, 4))), (0, "text"),
     (0, [1, "b"]), (0, {}), ((0, 0), np.zeros(2)), (slice(None), np.zeros((1, 1, 5, 4, 1))),
+    (np.ones(5, bool), np.zeros((4, 4))), (np.ones((5, 4), bool), np.zeros(19)),
+    ([True] + [False] * 4, np.zeros((2, 4))), ([[0, 1], [2, 3]], np.zeros((3, 4))),
+    (([0, 1], ...), np.zeros((100, 100))), ((slice(None), [1, 2]), np.zeros(3)),
+    ((slice(4, None, -2), slice(2)), np.zeros((2, 2))), ((None, 0), np.zeros((3, 4))),
 ]  # fmt: skip
 
 
@@ -167,14 +172,38 @@ def test_wrong_values_are_refused_as_numpy_refuses_them(
     shelf["refusing"] = array
     with pytest.raises((ValueError, TypeError)) as expected:
         array[index] = value
-    with pytest.raises(expected.type):
+    with pytest.raises(expected.type) as found:
         shelf["refusing"][index] = value
+    if not isinstance(value, list | dict | str):
+        assert str(found.value) == str(expected.value)
     assert not shelf["refusing"].numpy().any()
     with shelf.transaction():
         with pytest.raises(expected.type):
             shelf["refusing"][index] = value
         shelf["refusing"][1] = 1
     assert shelf["refusing"].numpy().sum() == 4
+
+
+class Third:
+    """No array, but an object that says which integer it stands for."""
+
+    def __index__(self) -> int:
+        return 2
+
+    def __len__(self) -> int:
+        return 0
+
+    def __getitem__(self, index: int) -> int:
+        raise IndexError(index)
+
+
+def test_objects_that_stand_for_integers(shelf: Shelf) -> None:
+    array = np.arange(20.0).reshape(5, 4)
+    shelf["x"] = array
+    for index in (Third(), (Third(), 1), (slice(1), Third()), (..., Third()), slice(Third(), None)):
+        same(shelf["x"][index], array[index])
+    shelf["x"][Third(), Third()] = -1
+    assert shelf["x"][2, 2] == -1
 
 
 def test_a_tensor_without_axes(shelf: Shelf) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from packhorse.disk.shelf.changes import Changes
 from packhorse.disk.shelf.chunks import Array, dtype_of
@@ -62,40 +63,49 @@ def write_index(record: TensorRecord, changes: Changes, index: Any, value: Array
         IndexError, TypeError, ValueError: NumPy's own, for what does not fit.
     """
     if not record.shape:
-        block = read_all(record, changes)
-        block[index] = value
-        write_rows(record, changes, range(1), 0, 1, block.reshape(1, 1))
+        scalar = read_all(record, changes)
+        scalar[index] = value
+        write_rows(record, changes, range(1), 0, 1, scalar.reshape(1, 1))
         return
     selection = select(index, record.shape, writes=True)
     shape, rows = selection.block_shape, selection.rows
+    block: Array | None
     if selection.is_plain:
         block = _broadcast(value, shape)
     elif selection.inner is None and selection.whole is None:
-        block = np.empty(shape, dtype_of(record.dtype))
-        selection.assign(block, value)
+        block = _assigned(selection, np.empty(shape, dtype_of(record.dtype)), value)
     else:
-        block = _read_selection(record, changes, selection)
-        selection.assign(block, value)
+        block = _assigned(selection, _read_selection(record, changes, selection), value)
+    if block is None:
+        _refuse(record.shape, index, value)
     if math.prod(shape):
         width = selection.high - selection.low
         flat = block.reshape(len(rows), width)
         write_rows(record, changes, rows, selection.low, selection.high, flat)
 
 
-def _broadcast(value: Array, shape: tuple[int, ...]) -> Array:
-    """A value in another shape, with NumPy's own error if it does not fit."""
+def _broadcast(value: Array, shape: tuple[int, ...]) -> Array | None:
+    """A value in another shape; None if it does not fit."""
     while value.ndim > len(shape) and value.shape[0] == 1:
         value = value[0]
     with suppress(ValueError):
         return np.broadcast_to(value, shape)
-    raise ValueError(
-        f"could not broadcast input array from shape {_words(value.shape)} into shape "
-        f"{_words(shape)}"
-    )
+    return None
 
 
-def _words(shape: tuple[int, ...]) -> str:
-    return f"({','.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+def _assigned(selection: Selection, block: Array, value: Array) -> Array | None:
+    """A block with values in what an index selects of it; None if they do not fit."""
+    with suppress(ValueError):
+        selection.assign(block, value)
+        return block
+    return None
+
+
+def _refuse(shape: tuple[int, ...], index: Any, value: Array) -> NoReturn:
+    """Raise NumPy's error for values that do not fit, by an array that takes no memory."""
+    strides = (0,) * len(shape)
+    as_strided(np.zeros((), value.dtype), shape, strides, writeable=True)[index] = value
+    raise ValueError(f"values of shape {value.shape} do not fit")
 
 
 def write_rows(

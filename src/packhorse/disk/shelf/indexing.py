@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
+from contextlib import suppress
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any
@@ -87,7 +88,7 @@ def select(index: Any, shape: tuple[int, ...], *, writes: bool = False) -> Selec
     Raises:
         IndexError, TypeError, ValueError: NumPy's own, for a wrong index.
     """
-    items = index if isinstance(index, tuple) else (index,)
+    items = tuple(map(_as_number, index if isinstance(index, tuple) else (index,)))
     found = _simple(items, shape, writes)
     if found is None:
         _probe(index, shape)  # raises NumPy's errors
@@ -103,10 +104,10 @@ def _simple(items: tuple[Any, ...], shape: tuple[int, ...], writes: bool) -> Sel
     """The selection of an index of the usual forms; None for others, and for wrong ones."""
     if not items or any(not _is_basic(item) for item in items[1:]):
         return None
+    if sum(isinstance(item, EllipsisType) for item in items) > 1:
+        return None
     first, rest = items[0], items[1:]
     if isinstance(first, EllipsisType):
-        if any(isinstance(item, EllipsisType) for item in rest):
-            return None
         if len(rest) == len(shape):
             first, rest = rest[0], rest[1:]
         else:
@@ -137,6 +138,14 @@ def _simple(items: tuple[Any, ...], shape: tuple[int, ...], writes: bool) -> Sel
         inner = box.inner[:-1]
     stop = box.start + math.prod(box.shape)
     return Selection(rows, box.start, stop, box.shape, order, inner, has_dots=has_dots)
+
+
+def _as_number(item: Any) -> Any:
+    """An object that is no array, but says which integer it stands for, as that integer."""
+    if not isinstance(item, int | np.generic | np.ndarray) and hasattr(item, "__index__"):
+        with suppress(TypeError, ValueError):  # NumPy takes it for an array then
+            return operator.index(item)
+    return item
 
 
 def _is_integer(item: Any) -> bool:
