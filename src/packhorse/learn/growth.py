@@ -48,13 +48,13 @@ _PASSES_STREAMED = 2
 _PASSES_OF_SAMPLE = 2
 # Of the budget. Points in memory: read, 1.5; the same centred, 1.5; products, 1; nodes, found and
 # being written, 1. Cells above pieces: a sample, 1; the cells, 3.5; blocks of points, 0.5. Points
-# that are moved: read, 1.5; being written, 1.5; waiting for chunks to be full, 2 at most.
+# that are moved: read, 1.2; in order, 1.2; being written, 1.2; until chunks are full, 1.4 at most.
 _SHARES = 5
 _MAX_LOADED = 1.5  # pieces
-_MOVED = 1.5
-_FILLING = 2
+_MOVED = 1.2
+_FILLING = 1.4
 _CELLS_SHARES = 3.5
-_MAX_PIECES = 64
+_MAX_PIECES = 128
 _BLOCK_NBYTES = 1 << 20
 _PIECE_BLOCKS = 4  # at least
 _MAX_FOUND_NBYTES = 1 << 23  # of nodes that wait to be written
@@ -115,7 +115,7 @@ class Plan:
     @property
     def chunk_nbytes(self) -> int:
         """Bytes of a chunk of a piece: of each piece, one may wait to be full."""
-        fitting = _FILLING * self.memory_nbytes // _SHARES // _MAX_PIECES
+        fitting = int(_FILLING * self.memory_nbytes) // _SHARES // _MAX_PIECES
         return min(max(fitting, _LEAST_CHUNK_NBYTES), _MOST_CHUNK_NBYTES)
 
     def rng(self, *key: int) -> np.random.Generator:
@@ -224,7 +224,7 @@ class Growth:
         rng = plan.rng(_CUTTING, len(self.nodes))
         chosen = np.sort(rng.choice(leaf["n"], plan.piece_rows, replace=False))
         sample = checked_rows(self._part(leaf)[chosen], chosen, plan.dtype)
-        cuts = cut_sample(sample, _MAX_PIECES, plan.piece_rows / leaf["n"], rng)
+        cuts = cut_sample(sample, _MAX_PIECES, 0.75 * plan.piece_rows / leaf["n"], rng)
         pieces = leaves_of(cuts)
         if len(pieces) == 1:  # points that are all equal, or nearly all
             leaf["is_whole"] = True
@@ -492,10 +492,16 @@ class Growth:
 
 
 def _by_piece(blocks: list[Array], numbers: Array) -> Iterator[tuple[int, Array]]:
-    """The rows of each piece, in their order."""
+    """The rows of each piece, in their order. The blocks are removed from the list."""
     order = np.argsort(numbers, kind="stable")
-    rows = np.concatenate(blocks)[order]
-    blocks.clear()
+    places = np.empty_like(order)
+    places[order] = np.arange(len(order))
+    rows = np.empty((len(order), blocks[0].shape[1]), blocks[0].dtype)
+    start = 0
+    while blocks:
+        block = blocks.pop(0)
+        rows[places[start : start + len(block)]] = block
+        start += len(block)
     found, starts = np.unique(numbers[order], return_index=True)
     for number, run in zip(found, np.split(rows, starts[1:]), strict=True):
         yield int(number), run
