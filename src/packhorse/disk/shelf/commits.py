@@ -110,12 +110,13 @@ class Commit:
             with suppress(CorruptionError):
                 return parse_uses(number, bytes(cursor.value()), self._label)
             return None
-        beside = [bytes(cursor.value())] if found else []
+        beside = [bytes(cursor.item()[0]) + bytes(cursor.item()[1])] if found else []
         if cursor.prev() if found else cursor.last():
-            beside.append(bytes(cursor.value()))
-        for value in beside:  # the record of this chunk, if its key is damaged, is here
-            with suppress(CorruptionError):
-                parse_uses(number, value, self._label)
+            beside.append(bytes(cursor.item()[0]) + bytes(cursor.item()[1]))
+        for record in beside:  # one under a damaged key, perhaps that of this chunk
+            try:
+                parse_uses(int.from_bytes(record[:8], "big"), record[8:], self._label)
+            except CorruptionError:
                 return None
         return 1
 

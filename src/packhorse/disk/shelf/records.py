@@ -5,9 +5,9 @@ found by its *epoch*: each tag ends an epoch, and the state of a tag has, of eac
 version that is not newer than the tag's epoch. Records of the current epoch are overwritten.
 
 LMDB's pages have no checksums, but our records have, and these cover the keys, too. So a record
-whose key was damaged is not taken for another one. It is missed where it should be, though, and
-a pointer that is missing means a chunk of zeros. So whoever misses a record looks at those beside
-its place, by `is_lost_pointer` and `is_lost_entry`.
+whose key was damaged is not taken for another one. It is missed where it should be, though, it may
+lead a search astray, and a pointer that is missing means a chunk of zeros. So whoever misses
+a record looks at those beside its place.
 """
 
 from __future__ import annotations
@@ -43,11 +43,13 @@ __all__ = [
     "chunk_value",
     "entry_key",
     "entry_value",
+    "has_key",
     "identity_of",
     "is_lost_entry",
     "is_lost_pointer",
     "is_pointer",
     "is_removed",
+    "name_of_tag",
     "parse_chunk",
     "parse_entry",
     "parse_pointer",
@@ -73,6 +75,7 @@ _CHUNK = struct.Struct("<QII")  # the chunk that it needs, rows of a patch, CRC;
 _USES = struct.Struct("<QI")  # uses, CRC
 EPOCH = struct.Struct(">I")
 MAX_EPOCH = (1 << 32) - 2
+_NAME_END = 5  # a zero byte and the epoch
 _MAX_NAME_NBYTES = 400  # LMDB's keys have at most 511 bytes
 BASES = (None, "previous")
 _REMOVED = "removed"
@@ -182,12 +185,12 @@ def is_pointer(key: bytes, data: bytes) -> bool:
 
 
 def is_lost_pointer(key: bytes, other: bytes, data: bytes) -> bool:
-    """Whether the record beside the place of a pointer is a version of it under a damaged key.
+    """Whether a record is a version of a pointer under a damaged key.
 
     Args:
         key: of the pointer, with the epoch of the newest version that counts.
-        other: the key of the record beside.
-        data: the record beside.
+        other: the key of the record.
+        data: the record.
     """
     if is_pointer(other, data):
         return False
@@ -371,7 +374,9 @@ def is_removed(data: bytes) -> bool:
 
 def _about(key: bytes) -> bytes:
     """How the document of an entry goes on after its checksum."""
-    name = compact_json(key[:-5].decode(errors="replace"))
+    if len(key) < _NAME_END or key[-_NAME_END]:
+        return b"no key of an entry"
+    name = compact_json(key[:-_NAME_END].decode(errors="replace"))
     return b'","name":%b,"epoch":%d,' % (name, EPOCH.unpack(key[-4:])[0])
 
 
@@ -379,7 +384,7 @@ def identity_of(key: bytes, data: bytes) -> tuple[str, int]:
     """The name and the epoch of an entry: those of its key, or, if that is damaged, those that the
     entry tells itself."""
     return _told_by(key, data) or (
-        key[:-5].decode(errors="backslashreplace"), EPOCH.unpack(key[-4:])[0]
+        key[:-_NAME_END].decode(errors="backslashreplace"), EPOCH.unpack(key[-4:])[0]
     )  # fmt: skip
 
 
@@ -394,12 +399,18 @@ def _told_by(key: bytes, data: bytes) -> tuple[str, int] | None:
     return None
 
 
+def has_key(key: bytes, data: bytes) -> bool:
+    """Whether the key of an entry is not damaged, as far as the entry tells."""
+    return _told_by(key, data) is None
+
+
 def is_lost_entry(key: bytes, other: bytes, data: bytes) -> bool:
-    """Whether the record beside the place of an entry is a version of it under a damaged key; as
-    `is_lost_pointer`."""
+    """Whether a record is a version of an entry under a damaged key; as `is_lost_pointer`."""
     told = _told_by(other, data)
     return (
-        told is not None and told[0].encode() == key[:-5] and (told[1] <= EPOCH.unpack(key[-4:])[0])
+        told is not None
+        and told[0].encode() == key[:-_NAME_END]
+        and (told[1] <= EPOCH.unpack(key[-4:])[0])
     )
 
 
@@ -444,6 +455,15 @@ def entry_key(name: str, epoch: int) -> bytes:
 def tag_value(name: str, epoch: int, time: str, commit: int) -> bytes:
     """The record of a tag."""
     return sign({"name": name, "epoch": epoch, "time": time, "commit": commit})
+
+
+def name_of_tag(key: bytes, data: bytes) -> str:
+    """The name of a tag: that of its key, or, if that is damaged, the one that the tag tells."""
+    with suppress(CorruptionError):
+        read_checksum(data, "")
+        told: str = Document(data, "").field("name", str)
+        return told
+    return key.decode(errors="backslashreplace")
 
 
 def parse_tag(name: str, data: bytes, label: str) -> tuple[int, str, int]:

@@ -49,7 +49,7 @@ from packhorse.disk.shelf.values import (
     to_framework,
     whole_number,
 )
-from packhorse.disk.shelf.versions import Known
+from packhorse.disk.shelf.versions import Known, delete_tag
 from packhorse.disk.state import decode_state, encode_state
 from packhorse.framework import Framework, resolve_framework
 from packhorse.layout import Level
@@ -491,7 +491,7 @@ class Shelf(ShelfView, Imports):
         """
 
         def work(txn: Txn, head: Head) -> None:
-            if not txn.handle.delete(check_name(tag, "a tag").encode(), db=txn.tables.tags):
+            if not delete_tag(txn, check_name(tag, "a tag")):
                 raise KeyError(f"{self.path}: there is no tag {tag!r}")
             Commit(txn, head, str(self.path)).sweep_all()
             _put_head(txn, head)

@@ -22,11 +22,13 @@ from packhorse.disk.shelf.records import (
     Pointer,
     TensorRecord,
     entry_key,
+    has_key,
     identity_of,
     is_lost_entry,
     is_lost_pointer,
     is_pointer,
     is_removed,
+    name_of_tag,
     parse_chunk,
     parse_entry,
     parse_pointer,
@@ -35,7 +37,15 @@ from packhorse.disk.shelf.records import (
 )
 from packhorse.errors import CorruptionError
 
-__all__ = ["Known", "State", "Tag", "newest_entry", "newest_pointer", "versions_of"]
+__all__ = [
+    "Known",
+    "State",
+    "Tag",
+    "delete_tag",
+    "newest_entry",
+    "newest_pointer",
+    "versions_of",
+]
 
 _LAST_EPOCH = EPOCH.pack((1 << 32) - 1)
 _MAX_TENSORS = 256
@@ -149,10 +159,16 @@ class State:
         cursor = self._txn.handle.cursor(db=self._txn.tables.names)
         newest: dict[str, tuple[int, bool]] = {}
         found = cursor.set_range(start)
-        while found and (key := bytes(cursor.key())).startswith(start):
-            data = bytes(cursor.value())
+        if start and (cursor.prev() if found else cursor.last()):
+            key, data = bytes(cursor.key()), bytes(cursor.value())
+            is_right = key < start and has_key(key, data)
+            found = cursor.next() if is_right else cursor.first()
+        while found:
+            key, data = bytes(cursor.key()), bytes(cursor.value())
+            if start and key > start and not key.startswith(start) and has_key(key, data):
+                break
             name, epoch = identity_of(key, data)
-            if newest.get(name, (0, False))[0] <= epoch <= self.epoch:
+            if name.startswith(prefix) and newest.get(name, (0, False))[0] <= epoch <= self.epoch:
                 newest[name] = epoch, not is_removed(data)
             found = cursor.next()
         return sorted(name for name, (_, is_there) in newest.items() if is_there)
@@ -188,15 +204,16 @@ class State:
     def _read_pointers(
         self, record: TensorRecord, numbers: list[int], label: str
     ) -> dict[int, Pointer]:
-        """Pointers that are near each other are read in one go. Those that are missing there are
-        looked for again, each for itself, in case that their keys are damaged."""
+        """Pointers that are near each other are read in one go. Those that are missing there, or
+        come behind a damaged one, are looked for again, each for itself."""
         first, last = min(numbers), max(numbers)
         found: dict[int, Pointer] = {}
         if last - first < 4 * len(numbers):
             wanted = set(numbers)
-            for number, key, data in self._versions(record.id, first, last + 1, label):
-                if number in wanted:
-                    found[number] = parse_pointer(key, data, label)
+            with suppress(CorruptionError):
+                for number, key, data in self._versions(record.id, first, last + 1, label):
+                    if number in wanted:
+                        found[number] = parse_pointer(key, data, label)
         for number in numbers:
             if number not in found:
                 key = POINTER_KEY.pack(record.id, number, self.epoch)
@@ -246,8 +263,15 @@ class State:
 
     def _parse_chunk(self, number: int, value: Any) -> ChunkRecord:
         if value is None:
-            raise CorruptionError("it is missing")
+            value = self._search_chunk(CHUNK_KEY.pack(number))
         return parse_chunk(number, value)
+
+    def _search_chunk(self, key: bytes) -> Any:
+        """A chunk that was not found, in case that the damaged key of another one is the cause."""
+        for at, value in self._txn.handle.cursor(db=self._txn.tables.chunks):
+            if at == key:
+                return value
+        raise CorruptionError("it is missing")
 
     def stored(self) -> Iterator[tuple[int, Any]]:
         """All stored chunks: their numbers, and views of their records."""
@@ -275,26 +299,27 @@ class State:
         Raises:
             CorruptionError: one is damaged.
         """
-        found = (self._tag(bytes(key), bytes(value)) for key, value in self._tag_records())
+        found = [self._tag(*record) for record in self._tag_records()]
         return sorted(found, key=lambda tag: tag.epoch)
 
     def tag_names(self) -> list[str]:
         """The names of all tags, the oldest first; after them, those of damaged ones."""
         names: list[tuple[int, str]] = []
-        for key, value in self._tag_records():
+        for record in self._tag_records():
             epoch = MAX_EPOCH
             with suppress(CorruptionError):
-                epoch = self._tag(bytes(key), bytes(value)).epoch
-            names.append((epoch, bytes(key).decode(errors="backslashreplace")))
+                epoch = self._tag(*record).epoch
+            names.append((epoch, name_of_tag(*record)))
         return [name for _, name in sorted(names)]
 
-    def _tag_records(self) -> Iterator[tuple[Any, Any]]:
-        found: Iterator[tuple[Any, Any]] = iter(self._txn.handle.cursor(db=self._txn.tables.tags))
-        return found
+    def _tag_records(self) -> list[tuple[bytes, bytes]]:
+        cursor = self._txn.handle.cursor(db=self._txn.tables.tags)
+        return [(bytes(key), bytes(value)) for key, value in cursor]
 
     def _tag(self, key: bytes, value: bytes) -> Tag:
-        name = key.decode(errors="backslashreplace")
-        return Tag(name, *parse_tag(name, value, f"{self._label}: tag {name!r}"))
+        name = name_of_tag(key, value)
+        label = f"{self._label}: tag {name!r}"
+        return Tag(name, *parse_tag(key.decode(errors="backslashreplace"), value, label))
 
     def tag(self, name: str) -> Tag | None:
         """A tag; None if there is none of this name.
@@ -302,8 +327,36 @@ class State:
         Raises:
             CorruptionError: it is damaged.
         """
-        value = self._txn.handle.get(name.encode(), db=self._txn.tables.tags)
-        return None if value is None else self._tag(name.encode(), bytes(value))
+        for record in self._tag_records():
+            if name_of_tag(*record) == name:
+                return self._tag(*record)
+        return None
+
+
+def delete_tag(txn: Txn, name: str) -> bool:
+    """Delete the record of a tag, which may be damaged. Returns whether there was one."""
+    cursor = txn.handle.cursor(db=txn.tables.tags)
+    keys = [bytes(key) for key, value in cursor if name_of_tag(bytes(key), bytes(value)) == name]
+    return any([txn.handle.delete(key, db=txn.tables.tags) for key in keys])
+
+
+class _Kind(NamedTuple):
+    """Records of a table that have versions.
+
+    Attributes:
+        table: the table, of the tables of a transaction.
+        has_key: takes a key and a record; whether the key is not damaged.
+        is_lost: takes the key of a wanted record, and a key and a record; whether these are
+            the wanted record under a damaged key.
+    """
+
+    table: Callable[[Txn], Any]
+    has_key: Callable[[bytes, bytes], bool]
+    is_lost: Callable[[bytes, bytes, bytes], bool]
+
+
+_ENTRIES = _Kind(lambda txn: txn.tables.names, has_key, is_lost_entry)
+_POINTERS = _Kind(lambda txn: txn.tables.pointers, is_pointer, is_lost_pointer)
 
 
 def newest_entry(txn: Txn, key: bytes, label: str) -> tuple[bytes, bytes] | None:
@@ -320,51 +373,47 @@ def newest_entry(txn: Txn, key: bytes, label: str) -> tuple[bytes, bytes] | None
     Raises:
         CorruptionError: its key is damaged.
     """
-    return _newest_version(txn, txn.tables.names, key, is_lost_entry, label)
+    return _newest_version(txn, key, _ENTRIES, label)
 
 
 def newest_pointer(txn: Txn, key: bytes, label: str) -> tuple[bytes, bytes] | None:
     """The newest version of a pointer that is not newer than an epoch; as `newest_entry`."""
-    return _newest_version(txn, txn.tables.pointers, key, is_lost_pointer, label)
+    return _newest_version(txn, key, _POINTERS, label)
 
 
-def _newest_version(
-    txn: Txn,
-    table: Any,
-    key: bytes,
-    is_lost: Callable[[bytes, bytes, bytes], bool],
-    label: str,
-) -> tuple[bytes, bytes] | None:
-    cursor = txn.handle.cursor(db=table)
+def _newest_version(txn: Txn, key: bytes, kind: _Kind, label: str) -> tuple[bytes, bytes] | None:
+    """Find a version. On both sides of its place there must be records in the right order and with
+    good keys; otherwise the search may have gone astray, and all records are looked at."""
+    cursor = txn.handle.cursor(db=kind.table(txn))
     if cursor.set_range(key):
-        after = bytes(cursor.key())
+        after, data = bytes(cursor.key()), bytes(cursor.value())
         if after == key:
-            return key, bytes(cursor.value())
-        _check_beside(key, after, bytes(cursor.value()), is_lost, label, is_right=after > key)
+            return key, data
+        if after < key or not kind.has_key(after, data):
+            return _search_all(cursor, key, kind, label)
         found = cursor.prev()
     else:
         found = cursor.last()
     if not found:
         return None
-    at, data = bytes(cursor.key()), bytes(cursor.value())
-    if len(at) == len(key) and at[:-4] == key[:-4] and at < key:
-        return at, data
-    _check_beside(key, at, data, is_lost, label, is_right=at < key)
+    before, data = bytes(cursor.key()), bytes(cursor.value())
+    if before < key and before[:-4] == key[:-4]:
+        return before, data
+    if before >= key or not kind.has_key(before, data):
+        return _search_all(cursor, key, kind, label)
     return None
 
 
-def _check_beside(
-    key: bytes,
-    other: bytes,
-    data: bytes,
-    is_lost: Callable[[bytes, bytes, bytes], bool],
-    label: str,
-    *,
-    is_right: bool,
-) -> None:
-    """Make sure that a record is not there because it is not, and not because of damage."""
-    if not is_right or is_lost(key, other, data):
-        raise CorruptionError(f"{label}: its record has a damaged key, or the table is damaged")
+def _search_all(cursor: Any, key: bytes, kind: _Kind, label: str) -> tuple[bytes, bytes] | None:
+    newest: tuple[bytes, bytes] | None = None
+    cursor.first()
+    for at, value in cursor:
+        other, data = bytes(at), bytes(value)
+        if kind.is_lost(key, other, data):
+            raise CorruptionError(f"{label}: the key of its record is damaged")
+        if other[:-4] == key[:-4] and (newest[0] if newest else b"") <= other <= key:
+            newest = other, data
+    return newest
 
 
 def versions_of(
@@ -389,6 +438,13 @@ def versions_of(
     cursor = txn.handle.cursor(db=txn.tables.pointers)
     at = POINTER_KEY.pack(tensor, first, 0)
     found = cursor.set_range(at)
+    if cursor.prev() if found else cursor.last():
+        key, data = bytes(cursor.key()), bytes(cursor.value())
+        if key >= at or not is_pointer(key, data):  # the search may have gone astray
+            raise CorruptionError(f"{label}: the table of pointers is damaged")
+        found = cursor.next()
+    elif found:
+        found = cursor.first()
     while found:
         key, data = bytes(cursor.key()), bytes(cursor.value())
         owner, number, epoch = pointer_place(key, label)
