@@ -269,7 +269,12 @@ def main() -> None:
     options = parse()
     data = load_data(options.n_train)
     print(f"{sum(p.numel() for p in network().parameters()):,} parameters", flush=True)
-    result: dict[str, Any] = {"seeds": [], "machine": machine.describe(), "names": NAMES}
+    result: dict[str, Any] = {
+        "kind": "posterior",
+        "seeds": [],
+        "machine": machine.describe(),
+        "names": NAMES,
+    }
     result["settings"] = {
         "start_epochs": options.start, "epochs": options.epochs, "samples": options.samples,
         "batch": BATCH, "high_rate": HIGH_RATE, "swag_rate": SWAG_RATE, "momentum": MOMENTUM,

@@ -95,7 +95,7 @@ def test_a_tag_that_is_forgotten_meanwhile(shelf: Shelf) -> None:
 
 
 def test_a_loop_that_ends_early(shelf: Shelf) -> None:
-    x = shelf["x"]
+    x, n_threads = shelf["x"], threading.active_count()
     for block in runs(x):
         assert np.array_equal(block, ARRAY[: len(block)])
         break
@@ -106,7 +106,7 @@ def test_a_loop_that_ends_early(shelf: Shelf) -> None:
         run.close()
     del started, run
     gc.collect()
-    assert threading.active_count() < 5
+    assert threading.active_count() <= n_threads
     for i in range(30):  # nothing holds the old states
         x[...] = ARRAY + i
     info = shelf.info()

@@ -43,8 +43,8 @@ def stored_chunks(folder: Path) -> list[tuple[int, bool, int]]:
         lmdb.open(str(file), subdir=False, readonly=True, lock=False, max_dbs=6) as env,
         env.begin() as txn,
     ):
-        for _, value in txn.cursor(env.open_db(b"chunks", txn, create=False)):
-            chunk = parse_chunk(value, "")
+        for key, value in txn.cursor(env.open_db(b"chunks", txn, create=False)):
+            chunk = parse_chunk(int.from_bytes(key, "big"), value)
             found.append((chunk.base, chunk.places is not None, len(chunk.frame)))
     return found
 

@@ -215,7 +215,7 @@ FAILURES: list[tuple[str, type[Exception], str]] = [
 def test_apply_that_fails_changes_nothing(
     shelf: Shelf, kind: str, error: type[Exception], message: str
 ) -> None:
-    array = array_of((200, 50), np.float64)
+    array = array_of((1000, 50), np.float64)
     shelf["failing"] = array
     n_commits = shelf.info().n_commits
     with pytest.raises(error, match=message):

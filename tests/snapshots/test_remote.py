@@ -89,7 +89,7 @@ def test_a_writer_that_lost_its_lease_commits_nothing(url: str) -> None:
 
 def test_a_lease_is_renewed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "_RENEW_S", 0.01)
-    held = []
+    held, n_threads = [], threading.active_count()
 
     def wait(nbytes: int) -> None:
         for _ in range(3):
@@ -99,7 +99,7 @@ def test_a_lease_is_renewed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     SnapshotStore(url).take("a", STATE, progress=wait)
     assert held[0]["owner"] == held[-1]["owner"]
     assert held[0]["timestamp"] < held[-1]["timestamp"]
-    assert threading.active_count() < 10
+    assert threading.active_count() <= n_threads + 1  # that of fsspec
 
 
 def test_ranges_are_read_and_not_packs(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from packhorse.learn.nodes import read_parent
 from packhorse.learn.tensors import Shelf
 from packhorse.learn.writing import Writer
 
-__all__ = ["Notes", "cut_parts", "read_stack"]
+__all__ = ["Item", "Notes", "cut_parts", "read_stack"]
 
 _ARRAYS = {"direction", "sum", "basis", "known"}
 Item: TypeAlias = dict[str, Any]
