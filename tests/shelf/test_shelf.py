@@ -286,3 +286,15 @@ def test_a_framework_is_part_of_a_handle(shelf: Shelf) -> None:
         assert isinstance(other.at("then")["x"][0], torch.Tensor)
     with pytest.raises(ValueError, match="framework is 'jax'; it must be one of"):
         shelf["x"].as_framework("jax")
+
+
+def test_names_of_a_prefix_that_nothing_precedes(shelf: Shelf) -> None:
+    for name in list(shelf):
+        del shelf[name]
+    assert shelf.keys("b") == []
+    shelf["b/1"] = shelf["b/2"] = shelf["c"] = np.ones(1)
+    assert shelf.keys("b/") == ["b/1", "b/2"]
+    assert shelf.keys("b/2") == ["b/2"]
+    assert shelf.keys("a") == shelf.keys("d") == []
+    with shelf.transaction():
+        assert shelf.keys("b") == ["b/1", "b/2"]

@@ -163,6 +163,8 @@ class State:
             key, data = bytes(cursor.key()), bytes(cursor.value())
             is_right = key < start and has_key(key, data)
             found = cursor.next() if is_right else cursor.first()
+        else:
+            found = cursor.first()  # nothing is before the place, where the cursor was lost
         while found:
             key, data = bytes(cursor.key()), bytes(cursor.value())
             if start and key > start and not key.startswith(start) and has_key(key, data):
