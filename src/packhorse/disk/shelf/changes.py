@@ -9,7 +9,7 @@ then, or by the next writer.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -694,7 +694,7 @@ class Changes:
     def _write(self, txn: Txn, head: Head) -> None:
         commit = Commit(txn, head, str(self._folder.path))
         serial = head.n_commits + 1
-        self._delete_leftovers(txn, head.next_chunk)
+        delete_unused_chunks(txn, head, self._new)
         for number, n in self._more_uses.items():
             if n:
                 commit.use(number, n)
@@ -748,15 +748,6 @@ class Changes:
         for tensor in gone:
             commit.remove_tensor(tensor)
 
-    def _delete_leftovers(self, txn: Txn, first: int) -> None:
-        """Delete what was written early and is not used: by this transaction, or by one before that
-        could not delete it, because the disk was full."""
-        cursor = txn.handle.cursor(db=txn.tables.chunks)
-        found = cursor.set_range(CHUNK_KEY.pack(first))
-        while found and (key := bytes(cursor.key())):
-            is_used = CHUNK_KEY.unpack(key)[0] in self._new
-            found = cursor.next() if is_used else cursor.delete()
-
     def abort(self) -> None:
         """Drop all changes."""
         if self._has_spilled:
@@ -764,12 +755,19 @@ class Changes:
                 self._folder.write(delete_unused_chunks)
 
 
-def delete_unused_chunks(txn: Txn, head: Head) -> None:
-    """Delete the chunks that a transaction wrote which was never committed."""
+def delete_unused_chunks(txn: Txn, head: Head, used: Container[int] = ()) -> None:
+    """Delete the chunks that a transaction wrote early which was never committed.
+
+    Args:
+        txn: a write transaction.
+        head: the head record; chunks from its next number on are of no commit.
+        used: numbers of chunks that stay, because a commit is about to use them.
+    """
     cursor = txn.handle.cursor(db=txn.tables.chunks)
     found = cursor.set_range(CHUNK_KEY.pack(head.next_chunk))
-    while found:
-        found = cursor.delete()
+    while found and (key := bytes(cursor.key())):
+        is_used = CHUNK_KEY.unpack(key)[0] in used
+        found = cursor.next() if is_used else cursor.delete()
 
 
 def _content(slot: _Slot) -> Array:
