@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -21,8 +21,6 @@ from packhorse.disk.shelf.chunks import (
     Array,
     Cache,
     Packed,
-    Planner,
-    RowTable,
     Stored,
     Unpacker,
     clear,
@@ -32,6 +30,7 @@ from packhorse.disk.shelf.chunks import (
     stored,
 )
 from packhorse.disk.shelf.commits import Commit
+from packhorse.disk.shelf.committed import Committed, Settings, StateChunks
 from packhorse.disk.shelf.engine import Txn
 from packhorse.disk.shelf.records import (
     CHUNK_KEY,
@@ -47,13 +46,14 @@ from packhorse.disk.shelf.records import (
     tensors_of,
 )
 from packhorse.disk.shelf.rows import Change, changes_of
+from packhorse.disk.shelf.slots import NewChunk, Slot, content_of, nbytes_of
 from packhorse.disk.shelf.store import Folder
-from packhorse.disk.shelf.versions import Known, State
+from packhorse.disk.shelf.versions import State
 from packhorse.errors import CompatibilityError, CorruptionError, blaming
-from packhorse.layout import DTYPE_BY_NAME, Level
+from packhorse.layout import DTYPE_BY_NAME
 from packhorse.threads import map_tensors
 
-__all__ = ["Changes", "Settings", "StateChunks", "delete_unused_chunks"]
+__all__ = ["Changes", "delete_unused_chunks"]
 
 _MAX_DIRTY_NBYTES = 1 << 26
 _MAX_PACKED_NBYTES = 1 << 26
@@ -61,108 +61,8 @@ _ROWS_OF_PATCH = 4  # at most one row in so many is in a patch
 _AT_ONCE = 256  # chunks that are packed before the packed ones may be written
 
 
-@dataclass(slots=True)
-class Settings:
-    """How a shelf works.
-
-    Attributes:
-        cache: for decoded chunks.
-        known: what was read of earlier states.
-        threads: how many to use.
-        level: at which chunks are packed.
-        planner: knows the plans of chunks that were packed.
-    """
-
-    cache: Cache
-    known: Known
-    threads: int
-    level: Level
-    planner: Planner = field(default_factory=Planner)
-
-
-class StateChunks:
-    """The chunks of a committed state."""
-
-    def __init__(self, state: State, settings: Settings, label: str) -> None:
-        """Args:
-        state: the state.
-        settings: of the shelf.
-        label: the tensor, for messages.
-        """
-        self._state, self._settings, self._label = state, settings, label
-        self.threads, self.cache_nbytes = settings.threads, settings.cache.max_nbytes
-
-    def _unpacker(self) -> Unpacker:
-        return Unpacker(
-            self._settings.cache, self._state.chunks, self._settings.threads, self._label
-        )
-
-    def load(self, record: TensorRecord, numbers: list[int]) -> list[Array | None]:
-        """As `rows.Chunks.load`."""
-        found = self.stored(record, numbers)
-        return [None if chunk is None else chunk.data for chunk in found]
-
-    def table(self, record: TensorRecord) -> RowTable | None:
-        """As `rows.Chunks.table`."""
-        return self._settings.cache.table(record)
-
-    def stored(self, record: TensorRecord, numbers: list[int]) -> list[Stored | None]:
-        """Chunks with their content hashes; None for a chunk of zeros."""
-        pointers = self._state.pointers(record, numbers, self._label)
-        return self._unpacker().load(record, numbers, pointers)
-
-    def load_into(self, record: TensorRecord, numbers: list[int], outs: list[Array]) -> None:
-        """As `rows.Chunks.load_into`."""
-        pointers = self._state.pointers(record, numbers, self._label)
-        self._unpacker().load_into(record, numbers, pointers, outs)
-
-
-@dataclass(slots=True)
-class _Slot:
-    """A chunk that was changed.
-
-    Attributes:
-        data: its elements, if they are not packed.
-        is_own: whether the memory of `data` belongs to the transaction, and not to the caller.
-        chunk: the number that its packed form has; 0 if all elements are zero.
-        patch: the rows that were changed, by their places, if only these are kept.
-        base: the number of the stored chunk that the other rows of a patch are in.
-        base_nbytes: of the frame of that chunk.
-    """
-
-    data: Array | None
-    is_own: bool = True
-    chunk: int = 0
-    patch: dict[int, Array] | None = None
-    base: int = 0
-    base_nbytes: int = 0
-
-
-@dataclass(slots=True)
-class _New:
-    """A packed chunk that is not committed.
-
-    Attributes:
-        record: what is stored; None if it is in the file already.
-        nbytes: of its frame.
-        content_hash: of the elements of its frame.
-        base: the number of the stored chunk that it needs; 0 for none.
-        base_nbytes: of the frame of that chunk, if this one is a patch of it.
-        n_uses: how many pointers and chunks use it.
-        kept: its elements, for the cache; None if they are not kept.
-    """
-
-    record: ChunkRecord | None
-    nbytes: int
-    content_hash: bytes
-    base: int
-    base_nbytes: int
-    n_uses: int = 1
-    kept: Array | None = None
-
-
 # A chunk to pack: the number of its tensor, its own, and what it has become.
-_Job: TypeAlias = tuple[int, int, _Slot]
+_Job: TypeAlias = tuple[int, int, Slot]
 
 
 class Changes:
@@ -183,11 +83,11 @@ class Changes:
         self._folder, self._settings = folder, settings
         self.threads, self.cache_nbytes = settings.threads, settings.cache.max_nbytes
         self.entries: dict[str, Entry | None] = {}
-        self._slots: dict[int, dict[int, _Slot]] = {}
-        self._foreign: dict[tuple[int, int], _Slot] = {}  # with memory of the caller
+        self._slots: dict[int, dict[int, Slot]] = {}
+        self._foreign: dict[tuple[int, int], Slot] = {}  # with memory of the caller
         self._records: dict[int, TensorRecord] = {}
         self._names: dict[int, str] = {}  # of tensors, for messages
-        self._new: dict[int, _New] = {}
+        self._new: dict[int, NewChunk] = {}
         self._more_uses: Counter[int] = Counter()  # of committed chunks
         self._dirty_nbytes = self._packed_nbytes = self._kept_nbytes = 0
         self.n_writes = 0
@@ -264,7 +164,7 @@ class Changes:
             self._empty(slot)
         self._records.pop(tensor, None)
 
-    def _empty(self, slot: _Slot) -> None:
+    def _empty(self, slot: Slot) -> None:
         if slot.data is not None and slot.is_own:
             self._dirty_nbytes -= slot.data.nbytes
         self._dirty_nbytes -= sum(row.nbytes for row in (slot.patch or {}).values())
@@ -288,8 +188,8 @@ class Changes:
 
     # Reading.
 
-    def _committed(self) -> _Committed:
-        return _Committed(self._folder, self._settings)
+    def _committed(self) -> Committed:
+        return Committed(self._folder, self._settings)
 
     def load(self, record: TensorRecord, numbers: list[int]) -> list[Array | None]:
         """As `rows.Chunks.load`."""
@@ -396,7 +296,7 @@ class Changes:
 
     # Writing.
 
-    def _slots_of(self, record: TensorRecord) -> dict[int, _Slot]:
+    def _slots_of(self, record: TensorRecord) -> dict[int, Slot]:
         """The changed chunks of a tensor, to add to; they may have to be packed before the
         statement ends, so the tensor is noted."""
         self._records[record.id] = record
@@ -416,7 +316,7 @@ class Changes:
         slot = slots.get(number)
         if change.is_whole:
             if slot is None:
-                slot = slots[number] = _Slot(None)
+                slot = slots[number] = Slot(None)
             self._empty(slot)
             slot.data, slot.is_own = change.values.reshape(-1), False
             self._foreign[record.id, number] = slot
@@ -426,7 +326,7 @@ class Changes:
         data = self._writable(record, number, slot)
         change.write(data)
         if slot is None:
-            slot = slots[number] = _Slot(None)
+            slot = slots[number] = Slot(None)
         if slot.data is not data:
             self._empty(slot)
             slot.data = data
@@ -437,7 +337,7 @@ class Changes:
         if self._dirty_nbytes > _MAX_DIRTY_NBYTES:
             self.settle(everything=True)
 
-    def _patch(self, record: TensorRecord, change: Change, slot: _Slot | None) -> bool:
+    def _patch(self, record: TensorRecord, change: Change, slot: Slot | None) -> bool:
         """Note a change of few rows, without the other rows of the chunk. Returns False if the
         chunk must be packed as a whole."""
         limit = record.grid.rows_per_chunk // _ROWS_OF_PATCH
@@ -461,7 +361,7 @@ class Changes:
         self._pack_if_full()
         return True
 
-    def _begin_patch(self, record: TensorRecord, number: int, most: int) -> _Slot | None:
+    def _begin_patch(self, record: TensorRecord, number: int, most: int) -> Slot | None:
         """A patch of a committed chunk that has no changes yet, with the rows that the chunk
         itself is a patch of; None if there is no such chunk, or these rows are more than `most`."""
         if record.id >= self._head.next_tensor:
@@ -473,16 +373,16 @@ class Changes:
             with blaming(f"{self._label(record)}: chunk {number}, stored as {pointer.chunk}"):
                 (found,) = state.chunks([pointer.chunk])
                 if found.places is None:
-                    return _Slot(None, patch={}, base=pointer.chunk, base_nbytes=pointer.nbytes)
+                    return Slot(None, patch={}, base=pointer.chunk, base_nbytes=pointer.nbytes)
                 if len(found.places) > most:
                     return None
                 rows = patch_rows(record, found)
             patch = dict(zip(found.places, rows, strict=True))
         self._dirty_nbytes += sum(row.nbytes for row in patch.values())
         others = pointer.nbytes - len(found.frame)
-        return _Slot(None, patch=patch, base=found.base, base_nbytes=others)
+        return Slot(None, patch=patch, base=found.base, base_nbytes=others)
 
-    def _writable(self, record: TensorRecord, number: int, slot: _Slot | None) -> Array:
+    def _writable(self, record: TensorRecord, number: int, slot: Slot | None) -> Array:
         """The elements of a chunk to write to."""
         numel = record.grid.numel_of(number)
         has_own = slot is not None and slot.is_own and slot.data is not None
@@ -517,7 +417,7 @@ class Changes:
             return  # all are zero
         self.n_writes += 1
         data = self._writable(record, number, slot)
-        slot = slots.setdefault(number, _Slot(None))
+        slot = slots.setdefault(number, Slot(None))
         if slot.data is not data:
             self._empty(slot)
             slot.data = data
@@ -534,7 +434,7 @@ class Changes:
                 label = self._label(record)
                 for number, pointer in state.all_pointers(record.id, first, stop, label):
                     if pointer.chunk:
-                        slots.setdefault(number, _Slot(None))
+                        slots.setdefault(number, Slot(None))
 
     def settle(self, *, everything: bool = False) -> None:
         """Pack what lies in the caller's memory.
@@ -591,12 +491,12 @@ class Changes:
             base = None if found is None else found[1]
             settings = self._settings
             return pack_chunk(
-                self._records[tensor], _content(slot), settings.level, base, settings.planner
+                self._records[tensor], content_of(slot), settings.level, base, settings.planner
             )
 
         for at in range(0, len(jobs), _AT_ONCE):
             some = jobs[at : at + _AT_ONCE]
-            sizes = [_nbytes(slot) for *_, slot in some]
+            sizes = [nbytes_of(slot) for *_, slot in some]
             packed = map_tensors(partial(_work_on, work, some), sizes, self.threads)
             for (tensor, number, slot), result in zip(some, packed, strict=True):
                 base = bases[tensor, number][0] if result.has_base else 0
@@ -631,7 +531,7 @@ class Changes:
                 bases[tensor, number] = chunk, found
         return bases
 
-    def _settle(self, slot: _Slot, packed: Packed, base: int) -> None:
+    def _settle(self, slot: Slot, packed: Packed, base: int) -> None:
         data, is_own = slot.data, slot.is_own
         places = tuple(sorted(slot.patch)) if slot.patch else None
         base, base_nbytes = (slot.base, slot.base_nbytes) if places else (base, 0)
@@ -656,7 +556,9 @@ class Changes:
             self._kept_nbytes += data.nbytes
         nbytes = len(packed.frame)
         record = ChunkRecord(base, places, packed.frame)
-        self._new[number] = _New(record, nbytes, packed.content_hash, base, base_nbytes, 1, kept)
+        self._new[number] = NewChunk(
+            record, nbytes, packed.content_hash, base, base_nbytes, 1, kept
+        )
         self._packed_nbytes += nbytes
 
     def _spill(self) -> None:
@@ -770,40 +672,9 @@ def delete_unused_chunks(txn: Txn, head: Head, used: Container[int] = ()) -> Non
         found = cursor.next() if is_used else cursor.delete()
 
 
-def _content(slot: _Slot) -> Array:
-    """What is packed of a chunk."""
-    if slot.data is not None:
-        return slot.data
-    assert slot.patch is not None
-    return np.concatenate([slot.patch[place] for place in sorted(slot.patch)])
-
-
-def _nbytes(slot: _Slot) -> int:
-    if slot.data is not None:
-        return slot.data.nbytes
-    return sum(row.nbytes for row in (slot.patch or {}).values())
-
-
 def _work_on(work: Callable[[_Job], Packed], jobs: list[_Job], i: int, _: int) -> Packed:
     """Pack the chunk of an index, as `map_tensors` asks."""
     return work(jobs[i])
-
-
-class _Committed:
-    """The committed state, as a context."""
-
-    __slots__ = ("_context", "_folder", "_settings")
-
-    def __init__(self, folder: Folder, settings: Settings) -> None:
-        self._folder, self._settings = folder, settings
-
-    def __enter__(self) -> State:
-        self._context = self._folder.read_newest()
-        txn, head = self._context.__enter__()
-        return State(txn, head, head.epoch, self._settings.known, str(self._folder.path))
-
-    def __exit__(self, *error: Any) -> None:
-        self._context.__exit__(*error)
 
 
 class _Beside(Cache):

@@ -31,6 +31,7 @@ from packhorse.disk.shelf.environment import (
     raise_ours,
     remove_file,
     translated,
+    watched,
 )
 from packhorse.errors import CorruptionError, PackhorseError
 from packhorse.process import at_fork
@@ -40,7 +41,6 @@ __all__ = ["Engine", "Kept", "Txn", "engine_of", "leave_engine", "opening"]
 _Result = TypeVar("_Result")
 _PAGE_NBYTES = 4096
 _PATIENCE_S = 60.0  # for other threads that read
-_WATCH_S = 0.1
 _CHECK_S = 1.0  # between looks at which readers have died
 
 
@@ -208,7 +208,7 @@ class Engine:
         """
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            with self.using(), translated(path), _watched(descriptor, progress):
+            with self.using(), translated(path), watched(descriptor, progress):
                 self._opened().copyfd(descriptor, compact=True)
             os.fsync(descriptor)
         finally:
@@ -475,27 +475,6 @@ class Engine:
         if env is not None:
             with suppress(lmdb_module().Error):
                 env.close()
-
-
-@contextmanager
-def _watched(descriptor: int, progress: Callable[[int], object] | None) -> Iterator[None]:
-    """Tell how long a file is, while it is written."""
-    if progress is None:
-        yield
-        return
-    is_done = threading.Event()
-
-    def watch() -> None:
-        while not is_done.wait(_WATCH_S):
-            progress(os.fstat(descriptor).st_size)
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        is_done.set()
-        watcher.join()
 
 
 class _Read:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ __all__ = [
     "raise_ours",
     "remove_file",
     "translated",
+    "watched",
 ]
 
 # Address space, not memory, and no bytes of the file. Where the system refuses as much, a shelf
@@ -34,6 +36,7 @@ _MAP_NBYTES = 1 << 40
 _SMALL_MAP_NBYTES = 1 << 30
 _PAGE_NBYTES = 4096
 _MAX_READERS = 510
+_WATCH_S = 0.1
 _REFUSED = "the system refuses address space to map the file (ulimit -v)"
 _NAMES = (b"meta", b"names", b"pointers", b"chunks", b"shares", b"tags")
 
@@ -228,3 +231,29 @@ def _why_cut_short(path: Path) -> int:
     except OSError as error:
         return error.errno or errno.EIO
     return errno.EIO
+
+
+@contextmanager
+def watched(descriptor: int, progress: Callable[[int], object] | None) -> Iterator[None]:
+    """Tell how long a file is, while it is written.
+
+    Args:
+        descriptor: of the file.
+        progress: takes the bytes that were written; None for nobody.
+    """
+    if progress is None:
+        yield
+        return
+    is_done = threading.Event()
+
+    def watch() -> None:
+        while not is_done.wait(_WATCH_S):
+            progress(os.fstat(descriptor).st_size)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        watcher.join()

@@ -18,9 +18,10 @@ from typing import Any, Self
 import numpy as np
 
 from packhorse.arguments import resolve_level, resolve_threads
-from packhorse.disk.shelf.changes import Changes, Settings, StateChunks
+from packhorse.disk.shelf.changes import Changes
 from packhorse.disk.shelf.chunks import Cache, dtype_of
 from packhorse.disk.shelf.commits import Commit
+from packhorse.disk.shelf.committed import Settings, StateChunks
 from packhorse.disk.shelf.engine import Txn
 from packhorse.disk.shelf.environment import lmdb_module
 from packhorse.disk.shelf.exchange_methods import Exports, Imports

@@ -14,8 +14,9 @@ import numpy as np
 
 from packhorse.arguments import resolve_threads
 from packhorse.disk.shelf.blocks import read_blocks
-from packhorse.disk.shelf.changes import Changes, Settings
+from packhorse.disk.shelf.changes import Changes
 from packhorse.disk.shelf.chunks import Array, Cache, dtype_of
+from packhorse.disk.shelf.committed import Settings
 from packhorse.disk.shelf.elements import (
     blocks_of,
     read_all,

@@ -1,0 +1,91 @@
+"""The chunks of committed states, and how a shelf works."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from packhorse.disk.shelf.chunks import Array, Cache, Planner, RowTable, Stored, Unpacker
+from packhorse.disk.shelf.records import TensorRecord
+from packhorse.disk.shelf.store import Folder
+from packhorse.disk.shelf.versions import Known, State
+from packhorse.layout import Level
+
+__all__ = ["Committed", "Settings", "StateChunks"]
+
+
+@dataclass(slots=True)
+class Settings:
+    """How a shelf works.
+
+    Attributes:
+        cache: for decoded chunks.
+        known: what was read of earlier states.
+        threads: how many to use.
+        level: at which chunks are packed.
+        planner: knows the plans of chunks that were packed.
+    """
+
+    cache: Cache
+    known: Known
+    threads: int
+    level: Level
+    planner: Planner = field(default_factory=Planner)
+
+
+class StateChunks:
+    """The chunks of a committed state."""
+
+    def __init__(self, state: State, settings: Settings, label: str) -> None:
+        """Args:
+        state: the state.
+        settings: of the shelf.
+        label: the tensor, for messages.
+        """
+        self._state, self._settings, self._label = state, settings, label
+        self.threads, self.cache_nbytes = settings.threads, settings.cache.max_nbytes
+
+    def _unpacker(self) -> Unpacker:
+        return Unpacker(
+            self._settings.cache, self._state.chunks, self._settings.threads, self._label
+        )
+
+    def load(self, record: TensorRecord, numbers: list[int]) -> list[Array | None]:
+        """As `rows.Chunks.load`."""
+        found = self.stored(record, numbers)
+        return [None if chunk is None else chunk.data for chunk in found]
+
+    def table(self, record: TensorRecord) -> RowTable | None:
+        """As `rows.Chunks.table`."""
+        return self._settings.cache.table(record)
+
+    def stored(self, record: TensorRecord, numbers: list[int]) -> list[Stored | None]:
+        """Chunks with their content hashes; None for a chunk of zeros."""
+        pointers = self._state.pointers(record, numbers, self._label)
+        return self._unpacker().load(record, numbers, pointers)
+
+    def load_into(self, record: TensorRecord, numbers: list[int], outs: list[Array]) -> None:
+        """As `rows.Chunks.load_into`."""
+        pointers = self._state.pointers(record, numbers, self._label)
+        self._unpacker().load_into(record, numbers, pointers, outs)
+
+
+class Committed:
+    """The newest committed state, as a context."""
+
+    __slots__ = ("_context", "_folder", "_settings")
+
+    def __init__(self, folder: Folder, settings: Settings) -> None:
+        """Args:
+        folder: of the shelf.
+        settings: of the shelf.
+        """
+        self._folder, self._settings = folder, settings
+
+    def __enter__(self) -> State:
+        self._context = self._folder.read_newest()
+        txn, head = self._context.__enter__()
+        return State(txn, head, head.epoch, self._settings.known, str(self._folder.path))
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)

@@ -1,0 +1,71 @@
+"""Chunks that a transaction has changed, before and after they are packed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from packhorse.disk.shelf.chunks import Array
+from packhorse.disk.shelf.records import ChunkRecord
+
+__all__ = ["NewChunk", "Slot", "content_of", "nbytes_of"]
+
+
+@dataclass(slots=True)
+class Slot:
+    """A chunk that was changed.
+
+    Attributes:
+        data: its elements, if they are not packed.
+        is_own: whether the memory of `data` belongs to the transaction, and not to the caller.
+        chunk: the number that its packed form has; 0 if all elements are zero.
+        patch: the rows that were changed, by their places, if only these are kept.
+        base: the number of the stored chunk that the other rows of a patch are in.
+        base_nbytes: of the frame of that chunk.
+    """
+
+    data: Array | None
+    is_own: bool = True
+    chunk: int = 0
+    patch: dict[int, Array] | None = None
+    base: int = 0
+    base_nbytes: int = 0
+
+
+@dataclass(slots=True)
+class NewChunk:
+    """A packed chunk that is not committed.
+
+    Attributes:
+        record: what is stored; None if it is in the file already.
+        nbytes: of its frame.
+        content_hash: of the elements of its frame.
+        base: the number of the stored chunk that it needs; 0 for none.
+        base_nbytes: of the frame of that chunk, if this one is a patch of it.
+        n_uses: how many pointers and chunks use it.
+        kept: its elements, for the cache; None if they are not kept.
+    """
+
+    record: ChunkRecord | None
+    nbytes: int
+    content_hash: bytes
+    base: int
+    base_nbytes: int
+    n_uses: int = 1
+    kept: Array | None = None
+
+
+def content_of(slot: Slot) -> Array:
+    """What is packed of a chunk."""
+    if slot.data is not None:
+        return slot.data
+    assert slot.patch is not None
+    return np.concatenate([slot.patch[place] for place in sorted(slot.patch)])
+
+
+def nbytes_of(slot: Slot) -> int:
+    """The bytes of what is packed of a chunk."""
+    if slot.data is not None:
+        return slot.data.nbytes
+    return sum(row.nbytes for row in (slot.patch or {}).values())
