@@ -1,6 +1,7 @@
 """Measure GMRA on Fashion-MNIST against PCA: `python benchmarks/gmra.py`, after `make data`.
 
 - Speed: fit, transform and inverse of 70,000 images, on one thread.
+- Places: a fit in memory and on a shelf, with and without a small budget of memory.
 - Storage: the error of GMRA and of PCA with as many stored numbers, on the images that they were
   found from and on new ones. All stored numbers count: bases, centres, planes and coefficients.
 - Neighbours: the accuracy of the five nearest neighbours in coefficients.
@@ -29,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import machine
 from benchmarks.data import fashion_mnist
+from benchmarks.learn import gmra_places
 from packhorse.learn import GMRA
 
 Array = NDArray[Any]
@@ -94,6 +96,7 @@ def measure(images: Array, labels: Array) -> dict[str, Any]:
             "versions": {"numpy": np.__version__, "scikit-learn": sklearn.__version__},
             "shape": images.shape,
             "speed": [speed(images, n) for n in (8, 16)],
+            "places": gmra_places.measure(),
             "storage": storage(images),
             "neighbours": neighbours(images, labels),
         }
@@ -272,6 +275,7 @@ def tables(figures: dict[str, Any]) -> str:
         f"{ROUNDS}:\n\n"
         "| directions | cells | scales | fit | transform | inverse |\n|---|---|---|---|---|---|\n"
         f"{speeds}\n"
+        f"{gmra_places.table(figures['places'])}\n"
         f"Squared error as a share of the images' energy, of {N_FITTED:,} images / of new ones:\n\n"
         "| directions | finest cells | numbers, finest scale | GMRA | PCA with as many "
         "| numbers, all scales | PCA with as many |\n|---|---|---|---|---|---|---|\n"

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pty
 import re
 import shutil
 import signal
@@ -12,7 +11,6 @@ import time
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -21,8 +19,10 @@ from cli_samples import (
     COMMAND,
     Ended,
     contents,
+    converse,
     default_signals,
     flip_bytes,
+    result,
     run_command,
     write_large_model,
 )
@@ -59,15 +59,6 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shelf(filled: Path, tmp_path: Path) -> Path:
     """A copy that a test may change."""
     return Path(shutil.copytree(filled, tmp_path / "data.shelf"))
-
-
-def result(done: Ended) -> Any:
-    """The only result of a successful run with --json."""
-    assert done.code == 0, done.err
-    document = json.loads(done.out)
-    assert document["errors"] == []
-    (row,) = document["results"]
-    return row
 
 
 # Looking at a shelf.
@@ -516,33 +507,21 @@ def test_without_lmdb_the_error_names_the_extra(shelf: Path) -> None:
 
 def test_a_terminal_gets_progress_and_lines(tmp_path: Path, shelf: Path) -> None:
     save_file({"x": ODD}, tmp_path / "x.safetensors")
-    text = _screen("import", shelf, tmp_path / "x.safetensors")
+    text = screen("import", shelf, tmp_path / "x.safetensors")
     assert re.search(r"x\.safetensors: 1 tensor, 24 B -> \d+ B, ratio 0\.\d{3}, ", text)
-    text = _screen("show", shelf, "weight", "--stats")
+    text = screen("show", shelf, "weight", "--stats")
     for part in ("read weight", "━", "GB/s"):
         assert part in text
-    assert "verify" in _screen("verify", shelf)
-    assert re.search(r"saved \d", _screen("compact", shelf))
-    assert "1 tensor, 24 B" in _screen("export", shelf, tmp_path / "y.npy", "x")
+    assert "verify" in screen("verify", shelf)
+    assert re.search(r"saved \d", screen("compact", shelf))
+    assert "1 tensor, 24 B" in screen("export", shelf, tmp_path / "y.npy", "x")
 
 
-def _screen(verb: str, *args: object) -> str:
+def screen(verb: str, *args: object) -> str:
     """What a run prints on a terminal."""
-    ours, theirs = pty.openpty()
-    env = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-    words = [COMMAND, "shelf", verb, *map(str, args)]
-    with subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, env=env) as process:
-        os.close(theirs)
-        text = b""
-        while True:
-            try:
-                piece = os.read(ours, 1 << 16)
-            except OSError:  # Linux's error when the other side is closed
-                break
-            text += piece
-    os.close(ours)
-    assert process.returncode == 0, text
-    return text.decode()
+    code, text = converse("", "shelf", verb, *args)
+    assert code == 0, text
+    return text
 
 
 def test_the_page_lists_every_field() -> None:

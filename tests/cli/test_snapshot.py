@@ -2,7 +2,6 @@
 
 import json
 import os
-import pty
 import re
 import shutil
 import signal
@@ -11,7 +10,6 @@ import time
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +17,10 @@ from cli_samples import (
     COMMAND,
     Ended,
     contents,
+    converse,
     default_signals,
     flip_bytes,
+    result,
     run_command,
     write_large_model,
     write_model,
@@ -50,15 +50,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def store(trained: Path, tmp_path: Path) -> Path:
     """A copy that a test may change."""
     return Path(shutil.copytree(trained, tmp_path / "runs"))
-
-
-def result(done: Ended) -> Any:
-    """The only result of a successful run with --json."""
-    assert done.code == 0, done.err
-    document = json.loads(done.out)
-    assert document["errors"] == []
-    (row,) = document["results"]
-    return row
 
 
 # Taking and restoring.
@@ -332,7 +323,7 @@ def test_nothing_is_removed_where_nobody_can_be_asked(store: Path, words: list[s
 
 @pytest.mark.parametrize(("answer", "code"), [("n", 2), ("y", 0)])
 def test_removing_is_asked_for_on_a_terminal(store: Path, answer: str, code: int) -> None:
-    code_found, text = _converse(answer, "snapshot", "delete", store, "last")
+    code_found, text = converse(answer, "snapshot", "delete", store, "last")
     assert code_found == code
     assert "Remove 1 snapshot: last? [y/N]" in text
     assert ("last" in SnapshotStore(store).names()) == (code == 2)
@@ -340,16 +331,16 @@ def test_removing_is_asked_for_on_a_terminal(store: Path, answer: str, code: int
 
 def test_a_terminal_gets_progress_and_lines(tmp_path: Path, model: Path) -> None:
     store = tmp_path / "runs"
-    code, text = _converse("", "snapshot", "take", store, "one", model)
+    code, text = converse("", "snapshot", "take", store, "one", model)
     assert code == 0
     for part in ("take one", "━", "GB/s"):
         assert part in text
     assert re.search(r"one: \d+ kB -> \d+ kB, ratio \d\.\d{3}, .* GB/s", text.splitlines()[-1])
-    code, text = _converse("", "snapshot", "show", store)
+    code, text = converse("", "snapshot", "show", store)
     assert code == 0
     assert max(len(re.sub(r"\x1b\[[0-9;]*m", "", line)) for line in text.splitlines()) <= 100
     assert "\x1b[32m" in text
-    assert "removed 1 snapshot" in _converse("y", "snapshot", "delete", store, "one")[1]
+    assert "removed 1 snapshot" in converse("y", "snapshot", "delete", store, "one")[1]
 
 
 def test_a_plot_without_unicode(store: Path) -> None:
@@ -357,25 +348,6 @@ def test_a_plot_without_unicode(store: Path) -> None:
     assert (done.code, done.err) == (0, "")
     assert done.out.isascii()
     assert "##########" in done.out
-
-
-def _converse(answer: str, *args: object) -> tuple[int, str]:
-    """Run the command on a terminal, and type an answer."""
-    ours, theirs = pty.openpty()
-    env = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-    words = [COMMAND, *map(str, args)]
-    with subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, env=env) as process:
-        os.close(theirs)
-        os.write(ours, f"{answer}\n".encode())
-        text = b""
-        while True:
-            try:
-                piece = os.read(ours, 1 << 16)
-            except OSError:
-                break
-            text += piece
-    os.close(ours)
-    return process.returncode, text.decode()
 
 
 # How it ends.

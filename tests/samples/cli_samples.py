@@ -3,11 +3,13 @@
 import ctypes
 import json
 import os
+import pty
 import signal
 import subprocess
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -44,6 +46,34 @@ def run_command(*args: object, **options: object) -> Ended:
         [COMMAND, *map(str, args)], capture_output=True, text=True, timeout=120, **options
     )
     return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def result(done: Ended) -> Any:
+    """The only result of a successful run with --json."""
+    assert done.code == 0, done.err
+    document = json.loads(done.out)
+    assert document["errors"] == []
+    (row,) = document["results"]
+    return row
+
+
+def converse(answer: str, *args: object) -> tuple[int, str]:
+    """Run the command on a terminal, and type an answer. Returns its exit code and the screen."""
+    ours, theirs = pty.openpty()
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    words = [COMMAND, *map(str, args)]
+    with subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, env=env) as process:
+        os.close(theirs)
+        os.write(ours, f"{answer}\n".encode())
+        text = b""
+        while True:
+            try:
+                piece = os.read(ours, 1 << 16)
+            except OSError:  # Linux's error when the other side is closed
+                break
+            text += piece
+    os.close(ours)
+    return process.returncode, text.decode()
 
 
 def tensors(seed: int = 0, rows: int = 256) -> dict[str, np.ndarray]:

@@ -18,10 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 import packhorse.numpy
 from packhorse.disk import Shelf, pack_file, pack_folder
-from packhorse.disk.shelf.exchange import Plan
-from packhorse.disk.shelf.exchange_npy import export_npy, import_npy
-from packhorse.disk.shelf.exchange_safetensors import export_safetensors, import_safetensors
-from packhorse.disk.shelf.exchange_zarr import export_zarr, import_zarr
+from packhorse.disk.shelf.exchange_methods import ImportPlan
 from packhorse.errors import BaseMismatchError, ClosedError, CorruptionError
 
 NUMPYS = {name for name, dtype in DTYPES.items() if dtype.isbuiltin == 1}
@@ -59,16 +56,16 @@ def storable(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def test_every_dtype_and_shape_survives_zarr(shelf: Shelf, other: Shelf, tmp_path: Path) -> None:
     wanted = fill(shelf, every_tensor())
-    assert export_zarr(shelf, tmp_path / "z") == tmp_path / "z"
-    assert import_zarr(other, tmp_path / "z") == sorted(wanted)
+    assert shelf.export_zarr(tmp_path / "z") == tmp_path / "z"
+    assert other.import_zarr(tmp_path / "z") == sorted(wanted)
     assert same(other, wanted)
 
 
 def test_every_dtype_and_shape_survives_npy(shelf: Shelf, other: Shelf, tmp_path: Path) -> None:
     wanted = fill(shelf, every_tensor())
-    export_npy(shelf, tmp_path / "n")
+    shelf.export_npy(tmp_path / "n")
     for dtype in DTYPES:
-        import_npy(other, dtype, tmp_path / "n" / dtype, dtype=DTYPES[dtype].name)
+        other.import_npy(dtype, tmp_path / "n" / dtype, dtype=DTYPES[dtype].name)
     assert same(other, wanted)
 
 
@@ -76,20 +73,20 @@ def test_every_dtype_and_shape_survives_safetensors(
     shelf: Shelf, other: Shelf, tmp_path: Path
 ) -> None:
     wanted = fill(shelf, storable(every_tensor()))
-    export_safetensors(shelf, tmp_path / "s.safetensors", metadata={"format": "np"})
-    import_safetensors(other, tmp_path / "s.safetensors")
+    shelf.export_safetensors(tmp_path / "s.safetensors", metadata={"format": "np"})
+    other.import_safetensors(tmp_path / "s.safetensors")
     assert same(other, wanted)
     pack_file(tmp_path / "s.safetensors", tmp_path / "s.ph.safetensors")
-    import_safetensors(other, tmp_path / "s.ph.safetensors", "packed")
+    other.import_safetensors(tmp_path / "s.ph.safetensors", "packed")
     assert same({name: other[f"packed/{name}"] for name in wanted}, wanted)
 
 
 def test_what_others_read_is_the_same(shelf: Shelf, tmp_path: Path) -> None:
     """zarr, NumPy and safetensors themselves read the exports."""
     wanted = fill(shelf, storable(every_tensor()))
-    export_zarr(shelf, tmp_path / "z")
-    export_npy(shelf, tmp_path / "n")
-    export_safetensors(shelf, tmp_path / "s.safetensors")
+    shelf.export_zarr(tmp_path / "z")
+    shelf.export_npy(tmp_path / "n")
+    shelf.export_safetensors(tmp_path / "s.safetensors")
     group = zarr.open_group(tmp_path / "z", mode="r")
     for name, array in wanted.items():
         assert bits(group[name][...]) == bits(array)
@@ -99,13 +96,13 @@ def test_what_others_read_is_the_same(shelf: Shelf, tmp_path: Path) -> None:
         )
     assert same(packhorse.numpy.load_file(tmp_path / "s.safetensors"), wanted)
     plain = {name: array for name, array in wanted.items() if name.split("/")[0] in NUMPYS}
-    export_safetensors(shelf, tmp_path / "np.safetensors", plain)
+    shelf.export_safetensors(tmp_path / "np.safetensors", plain)
     assert same(load_file(tmp_path / "np.safetensors"), plain)
 
 
 def test_zarr_without_packhorse_reads_an_export(shelf: Shelf, tmp_path: Path) -> None:
     fill(shelf, {"a/b": np.arange(12.0).reshape(3, 4)})
-    export_zarr(shelf, tmp_path / "z")
+    shelf.export_zarr(tmp_path / "z")
     document = json.loads((tmp_path / "z" / "a" / "b" / "zarr.json").read_text())
     assert document["zarr_format"] == 3
     assert [codec["name"] for codec in document["codecs"]] == ["bytes", "zstd"]
@@ -116,8 +113,8 @@ def test_negative_zeros_survive_zarr(shelf: Shelf, other: Shelf, tmp_path: Path)
     """zarr leaves out chunks that are equal to zero, and -0.0 is."""
     zeros = {name: -np.zeros((9, 4), DTYPES[name]) for name in ("F16", "BF16", "F8_E5M2", "F64")}
     fill(shelf, zeros)
-    export_zarr(shelf, tmp_path / "z")
-    import_zarr(other, tmp_path / "z")
+    shelf.export_zarr(tmp_path / "z")
+    other.import_zarr(tmp_path / "z")
     assert same(other, zeros)
 
 
@@ -127,9 +124,9 @@ def test_a_torch_shelf_exports_what_torch_does_not_have(other: Shelf, tmp_path: 
         with shelf.transaction():
             for name, array in wanted.items():
                 shelf[name] = array
-        export_zarr(shelf, tmp_path / "z")
-        export_safetensors(shelf, tmp_path / "s.safetensors")
-    import_zarr(other, tmp_path / "z")
+        shelf.export_zarr(tmp_path / "z")
+        shelf.export_safetensors(tmp_path / "s.safetensors")
+    other.import_zarr(tmp_path / "z")
     assert same(other, wanted)
 
 
@@ -142,9 +139,9 @@ def test_tensors_larger_than_a_block(shelf: Shelf, other: Shelf, tmp_path: Path)
         "deep": random_array(DTYPES["I16"], (3, 7, 41, 11_003)),
     })  # fmt: skip
     told: list[tuple[int, int]] = []
-    export_zarr(shelf, tmp_path / "z", progress=lambda *done: told.append(done))
-    export_safetensors(shelf, tmp_path / "s.safetensors")
-    export_npy(shelf, tmp_path / "n")
+    shelf.export_zarr(tmp_path / "z", progress=lambda *done: told.append(done))
+    shelf.export_safetensors(tmp_path / "s.safetensors")
+    shelf.export_npy(tmp_path / "n")
     assert told == sorted(told)
     assert (
         told[-1][0]
@@ -154,8 +151,8 @@ def test_tensors_larger_than_a_block(shelf: Shelf, other: Shelf, tmp_path: Path)
             (tmp_path / "s.safetensors").read_bytes()[: header_nbytes(tmp_path / "s.safetensors")]
         )
     )
-    import_zarr(other, tmp_path / "z", "z")
-    import_safetensors(other, tmp_path / "s.safetensors", "s")
+    other.import_zarr(tmp_path / "z", "z")
+    other.import_safetensors(tmp_path / "s.safetensors", "s")
     for name, array in wanted.items():
         assert bits(other[f"z/{name}"]) == bits(array)
         assert bits(other[f"s/{name}"]) == bits(array)
@@ -172,12 +169,12 @@ def header_nbytes(path: Path) -> int:
 def test_the_real_model_survives_all_formats(shelf: Shelf, other: Shelf, tmp_path: Path) -> None:
     path = real_model()
     wanted = load_file(path)
-    names = import_safetensors(shelf, path, "model")
+    names = shelf.import_safetensors(path, "model")
     assert same({name.removeprefix("model/"): shelf[name] for name in names}, wanted)
-    export_safetensors(shelf, tmp_path / "again.safetensors")
+    shelf.export_safetensors(tmp_path / "again.safetensors")
     assert same(load_file(tmp_path / "again.safetensors"), {n: shelf[n].numpy() for n in names})
-    export_zarr(shelf, tmp_path / "z")
-    import_zarr(other, tmp_path / "z" / "model")
+    shelf.export_zarr(tmp_path / "z")
+    other.import_zarr(tmp_path / "z" / "model")
     assert same(other, wanted)
 
 
@@ -193,10 +190,10 @@ def test_memory_does_not_depend_on_the_tensor(form: str, tmp_path: Path) -> None
             tensor.append(rows)
         plain, packed = tmp_path / "x.safetensors", tmp_path / "x.ph.safetensors"
         exports: dict[str, Callable[[], object]] = {
-            "zarr": lambda: export_zarr(shelf, tmp_path / "z"),
-            "npy": lambda: export_npy(shelf, tmp_path / "x.npy", "x"),
-            "safetensors": lambda: export_safetensors(shelf, plain),
-            "packed": lambda: (export_safetensors(shelf, plain), pack_file(plain, packed)),
+            "zarr": lambda: shelf.export_zarr(tmp_path / "z"),
+            "npy": lambda: shelf.export_npy(tmp_path / "x.npy", "x"),
+            "safetensors": lambda: shelf.export_safetensors(plain),
+            "packed": lambda: (shelf.export_safetensors(plain), pack_file(plain, packed)),
         }
         if form == "packed":
             exports["packed"]()
@@ -205,10 +202,10 @@ def test_memory_does_not_depend_on_the_tensor(form: str, tmp_path: Path) -> None
     del rows
     with Shelf(tmp_path / "b.shelf", cache_nbytes=1 << 20) as shelf:
         imports: dict[str, Callable[[], object]] = {
-            "zarr": lambda: import_zarr(shelf, tmp_path / "z"),
-            "npy": lambda: import_npy(shelf, "x", tmp_path / "x.npy"),
-            "safetensors": lambda: import_safetensors(shelf, plain),
-            "packed": lambda: import_safetensors(shelf, packed),
+            "zarr": lambda: shelf.import_zarr(tmp_path / "z"),
+            "npy": lambda: shelf.import_npy("x", tmp_path / "x.npy"),
+            "safetensors": lambda: shelf.import_safetensors(plain),
+            "packed": lambda: shelf.import_safetensors(packed),
         }
         assert peak_of(imports[form]) < shelf["x"].nbytes * 3 // 4
 
@@ -231,23 +228,23 @@ def test_some_tensors_of_a_tag(shelf: Shelf, tmp_path: Path) -> None:
     shelf.tag("then")
     shelf["a"] = np.arange(100)
     del shelf["b"]
-    export_npy(shelf.at("then"), tmp_path / "n", ["b", "a"])
+    shelf.at("then").export_npy(tmp_path / "n", ["b", "a"])
     assert leftovers(tmp_path / "n") == {"a.npy", "b.npy"}
     assert bits(np.load(tmp_path / "n" / "a.npy")) == bits(wanted["a"])
-    export_safetensors(shelf.at("then"), tmp_path / "s.safetensors")
-    export_zarr(shelf.at("then"), tmp_path / "z")
+    shelf.at("then").export_safetensors(tmp_path / "s.safetensors")
+    shelf.at("then").export_zarr(tmp_path / "z")
     assert same(load_file(tmp_path / "s.safetensors"), wanted)
     with pytest.raises(KeyError, match="there is no tensor 'b'"):
-        export_npy(shelf, tmp_path / "b.npy", "b")
+        shelf.export_npy(tmp_path / "b.npy", "b")
 
 
 def test_saved_states_are_left_out(shelf: Shelf, tmp_path: Path) -> None:
     shelf.save("model", {"w": np.ones((3, 3), np.float32), "step": 7})
     wanted = fill(shelf, {"x": np.arange(3)})
-    export_safetensors(shelf, tmp_path / "s.safetensors")
+    shelf.export_safetensors(tmp_path / "s.safetensors")
     assert same(load_file(tmp_path / "s.safetensors"), wanted)
     with pytest.raises(TypeError, match="'model' is a nested state"):
-        export_zarr(shelf, tmp_path / "z", ["model"])
+        shelf.export_zarr(tmp_path / "z", ["model"])
     assert leftovers(tmp_path, "own.shelf", "s.safetensors") == set()
 
 
@@ -255,17 +252,17 @@ def test_imports_below_a_prefix_and_by_name(shelf: Shelf, tmp_path: Path) -> Non
     group = zarr.create_group(tmp_path / "z.zarr")
     for name in ("a", "deep/er/b", "c"):
         group.create_array(name, data=np.arange(7))
-    assert import_zarr(shelf, tmp_path / "z.zarr", "in/", ["c", "deep/er/b"]) == [
+    assert shelf.import_zarr(tmp_path / "z.zarr", "in/", ["c", "deep/er/b"]) == [
         "in/c",
         "in/deep/er/b",
     ]
-    assert import_zarr(shelf, tmp_path / "z.zarr" / "deep" / "er" / "b") == ["b"]
+    assert shelf.import_zarr(tmp_path / "z.zarr" / "deep" / "er" / "b") == ["b"]
     with pytest.raises(KeyError, match="has no array 'nope'"):
-        import_zarr(shelf, tmp_path / "z.zarr", names="nope")
+        shelf.import_zarr(tmp_path / "z.zarr", names="nope")
     save_file({"w": np.ones(3), "v": np.ones(2)}, tmp_path / "m.safetensors")
-    assert import_safetensors(shelf, tmp_path / "m.safetensors", "m", "w") == ["m/w"]
+    assert shelf.import_safetensors(tmp_path / "m.safetensors", "m", "w") == ["m/w"]
     with pytest.raises(KeyError, match="has no tensor 'nope'"):
-        import_safetensors(shelf, tmp_path / "m.safetensors", names=["nope"])
+        shelf.import_safetensors(tmp_path / "m.safetensors", names=["nope"])
 
 
 @pytest.mark.parametrize("name", ["a//b", "/a", "a/", "..", "a/./b", "__x", "a/zarr.json/b"])
@@ -275,30 +272,30 @@ def test_names_that_zarr_cannot_have(name: str, shelf: Shelf, tmp_path: Path) ->
     except ValueError:
         pytest.skip("a shelf refuses this name itself")
     with pytest.raises(ValueError, match="zarr cannot have this name"):
-        export_zarr(shelf, tmp_path / "z")
+        shelf.export_zarr(tmp_path / "z")
     assert leftovers(tmp_path, "own.shelf") == set()
 
 
 def test_a_tensor_cannot_be_a_group(shelf: Shelf, tmp_path: Path) -> None:
     fill(shelf, {"a": np.ones(1), "a/b": np.ones(2)})
     with pytest.raises(ValueError, match="'a/b' would be inside tensor 'a', which zarr"):
-        export_zarr(shelf, tmp_path / "z")
-    export_zarr(shelf, tmp_path / "z", ["a/b"])
+        shelf.export_zarr(tmp_path / "z")
+    shelf.export_zarr(tmp_path / "z", ["a/b"])
     with pytest.raises(ValueError, match="is named twice"):
-        export_npy(shelf, tmp_path / "n", ["a", "a"])
+        shelf.export_npy(tmp_path / "n", ["a", "a"])
 
 
 def test_a_plan_says_what_an_import_would_do(tmp_path: Path) -> None:
     wanted = {"a": random_array(DTYPES["BF16"], (5, 3)), "b": np.arange(4), "c": np.ones(())}
     with Shelf(tmp_path / "own.shelf") as shelf:
         fill(shelf, wanted)
-        export_zarr(shelf, tmp_path / "z")
-        export_npy(shelf, tmp_path / "n")
-        export_safetensors(shelf, tmp_path / "s.safetensors")
-    plans = [Plan() for _ in range(3)]
-    import_zarr(plans[0], tmp_path / "z", "in")
-    import_npy(plans[1], "in", tmp_path / "n", dtype="bfloat16")
-    import_safetensors(plans[2], tmp_path / "s.safetensors", "in")
+        shelf.export_zarr(tmp_path / "z")
+        shelf.export_npy(tmp_path / "n")
+        shelf.export_safetensors(tmp_path / "s.safetensors")
+    plans = [ImportPlan() for _ in range(3)]
+    plans[0].import_zarr(tmp_path / "z", "in")
+    plans[1].import_npy("in", tmp_path / "n", dtype="bfloat16")
+    plans[2].import_safetensors(tmp_path / "s.safetensors", "in")
     for plan in plans:
         found = {
             tensor.name: (tensor.dtype, tensor.shape, tensor.nbytes) for tensor in plan.tensors
@@ -318,7 +315,7 @@ def test_npy_files_of_any_byte_order_and_layout(
 ) -> None:
     data = np.asarray(np.random.default_rng(0).integers(0, 2, (300, 7, 5)), dtype, order=order)
     np.save(tmp_path / "x.npy", data)
-    import_npy(shelf, {"x": tmp_path / "x.npy"})
+    shelf.import_npy({"x": tmp_path / "x.npy"})
     assert bits(shelf["x"]) == bits(data.astype(data.dtype.newbyteorder("=")))
 
 
@@ -338,8 +335,8 @@ def test_zarr_arrays_of_any_layout(shelf: Shelf, tmp_path: Path) -> None:
         else:
             array[5:9] = data[5:9]
     zarr.create_array(tmp_path / "z2", name="old", data=data, zarr_format=2)
-    import_zarr(shelf, tmp_path / "z")
-    import_zarr(shelf, tmp_path / "z2")
+    shelf.import_zarr(tmp_path / "z")
+    shelf.import_zarr(tmp_path / "z2")
     for name in ("narrow", "sharded", "big-endian", "old"):
         assert bits(shelf[name]) == bits(data)
     wanted = np.full(data.shape, 7.5)
@@ -351,7 +348,7 @@ def test_blocks_that_cut_rows_of_a_large_zarr_array(shelf: Shelf, tmp_path: Path
     """A row of chunks is more than a block, so the array is read in blocks of parts of rows."""
     data = random_array(DTYPES["U16"], (300, 100_000))
     zarr.create_array(tmp_path / "a.zarr", data=data, chunks=(300, 5_000))
-    assert import_zarr(shelf, tmp_path / "a.zarr") == ["a"]
+    assert shelf.import_zarr(tmp_path / "a.zarr") == ["a"]
     assert bits(shelf["a"]) == bits(data)
 
 
@@ -378,15 +375,15 @@ def test_sharded_models(shelf: Shelf, tmp_path: Path) -> None:
     pack_folder(tmp_path / "m", tmp_path / "packed")
     places = {"m": tmp_path / "m", "i": index, "p": tmp_path / "packed"}
     for prefix, place in places.items():
-        import_safetensors(shelf, place, prefix)
+        shelf.import_safetensors(place, prefix)
         assert same({name: shelf[f"{prefix}/{name}"] for name in wanted}, wanted)
     for file in (tmp_path / "m").glob("*.safetensors"):  # packed one by one, with the plain index
         pack_file(file, file.with_suffix("").with_suffix(".ph.safetensors"))
         file.unlink()
-    import_safetensors(shelf, index, "one by one")
+    shelf.import_safetensors(index, "one by one")
     assert same({name: shelf[f"one by one/{name}"] for name in wanted}, wanted)
     index.unlink()
-    import_safetensors(shelf, tmp_path / "m", "no index")
+    shelf.import_safetensors(tmp_path / "m", "no index")
     assert same({name: shelf[f"no index/{name}"] for name in wanted}, wanted)
 
 
@@ -400,9 +397,9 @@ def test_a_model_against_a_base(shelf: Shelf, tmp_path: Path) -> None:
         base=tmp_path / "base.safetensors",
     )  # fmt: skip
     with pytest.raises(BaseMismatchError, match="tensor 'w': a base of F32"):
-        import_safetensors(shelf, tmp_path / "t.ph.safetensors")
+        shelf.import_safetensors(tmp_path / "t.ph.safetensors")
     assert list(shelf) == []
-    import_safetensors(shelf, tmp_path / "t.ph.safetensors", base=tmp_path / "base.safetensors")
+    shelf.import_safetensors(tmp_path / "t.ph.safetensors", base=tmp_path / "base.safetensors")
     assert same(shelf, tuned)
 
 
@@ -416,15 +413,15 @@ def test_an_index_that_does_not_fit(shelf: Shelf, tmp_path: Path) -> None:
     ):
         index.write_text(json.dumps({"weight_map": good["weight_map"] | change}))
         with pytest.raises(CorruptionError, match=words):
-            import_safetensors(shelf, tmp_path / "m")
+            shelf.import_safetensors(tmp_path / "m")
     index.unlink()
     save_file({"t0": np.ones(4)}, tmp_path / "m" / "more.safetensors")
     with pytest.raises(ValueError, match="tensor 't0' is also in model-1-of-2"):
-        import_safetensors(shelf, tmp_path / "m")
+        shelf.import_safetensors(tmp_path / "m")
     for name in ("a", "b"):
         (tmp_path / "m" / f"{name}.safetensors.index.json").write_text("{}")
     with pytest.raises(ValueError, match=r"has several models: a.safetensors.index.json, b"):
-        import_safetensors(shelf, tmp_path / "m")
+        shelf.import_safetensors(tmp_path / "m")
     assert list(shelf) == []
 
 
@@ -449,7 +446,11 @@ def stop_at(n: int) -> Callable[[int, int], None]:
 def test_a_failed_export_leaves_nothing(shelf: Shelf, tmp_path: Path) -> None:
     fill(shelf, {f"t{i}": np.arange(50) for i in range(5)})
     (tmp_path / "out").mkdir()
-    exports: list[Callable[..., object]] = [export_zarr, export_npy, export_safetensors]
+    exports: list[Callable[..., object]] = [
+        Shelf.export_zarr,
+        Shelf.export_npy,
+        Shelf.export_safetensors,
+    ]
     for export in exports:
         target = tmp_path / "out" / "x"
         with pytest.raises(Stop):
@@ -479,23 +480,23 @@ def test_a_folder_of_others_is_never_replaced(shelf: Shelf, tmp_path: Path) -> N
     fill(shelf, {"x": np.ones(3)})
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "thesis.tex").write_text("years")
-    for export in (export_zarr, export_npy):
+    for export in (Shelf.export_zarr, Shelf.export_npy):
         with pytest.raises(FileExistsError):
             export(shelf, tmp_path / "work", force=True)
     with pytest.raises(FileExistsError):
-        export_zarr(shelf, shelf.path, force=True)
+        shelf.export_zarr(shelf.path, force=True)
     assert (tmp_path / "work" / "thesis.tex").read_text() == "years"
 
 
 def test_a_failed_import_leaves_nothing(shelf: Shelf, tmp_path: Path) -> None:
     wanted = fill(shelf, {f"t{i}": np.arange(50 + i) for i in range(5)})
-    export_zarr(shelf, tmp_path / "z")
-    export_npy(shelf, tmp_path / "n")
-    export_safetensors(shelf, tmp_path / "s.safetensors")
+    shelf.export_zarr(tmp_path / "z")
+    shelf.export_npy(tmp_path / "n")
+    shelf.export_safetensors(tmp_path / "s.safetensors")
     imports: list[Callable[..., object]] = [
-        lambda **options: import_zarr(shelf, tmp_path / "z", "in", **options),
-        lambda **options: import_npy(shelf, "in", tmp_path / "n", **options),
-        lambda **options: import_safetensors(shelf, tmp_path / "s.safetensors", "in", **options),
+        lambda **options: shelf.import_zarr(tmp_path / "z", "in", **options),
+        lambda **options: shelf.import_npy("in", tmp_path / "n", **options),
+        lambda **options: shelf.import_safetensors(tmp_path / "s.safetensors", "in", **options),
     ]
     for load in imports:
         with pytest.raises(Stop):
@@ -515,13 +516,13 @@ def test_tensors_are_replaced_only_if_that_is_allowed(shelf: Shelf, tmp_path: Pa
     before = fill(shelf, {"b": np.zeros(9)})
     for options in ({}, {"resume": True, "names": "b"}):
         with pytest.raises(ValueError, match=r"tensor 'b': the shelf has .*replace=True"):
-            import_safetensors(shelf, tmp_path / "m.safetensors", **options)
+            shelf.import_safetensors(tmp_path / "m.safetensors", **options)
         assert same(shelf, before)
-    import_safetensors(shelf, tmp_path / "m.safetensors", replace=True)
+    shelf.import_safetensors(tmp_path / "m.safetensors", replace=True)
     assert same(shelf, load_file(tmp_path / "m.safetensors"))
-    import_safetensors(shelf, tmp_path / "m.safetensors", resume=True)
+    shelf.import_safetensors(tmp_path / "m.safetensors", resume=True)
     shelf["a"] = np.ones(5)
-    import_safetensors(shelf, tmp_path / "m.safetensors", resume=True, replace=True)
+    shelf.import_safetensors(tmp_path / "m.safetensors", resume=True, replace=True)
     assert same(shelf, load_file(tmp_path / "m.safetensors"))
 
 

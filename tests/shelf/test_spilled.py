@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from packhorse.disk import Shelf
-from packhorse.disk.shelf import changes
+from packhorse.disk.shelf import changes, new_chunks
 
 N_ROWS = 40
 
 
 @pytest.fixture(autouse=True)
 def _little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(changes, "_MAX_PACKED_NBYTES", 1 << 18)
+    monkeypatch.setattr(new_chunks, "_MAX_PACKED_NBYTES", 1 << 18)
     monkeypatch.setattr(changes, "_MAX_DIRTY_NBYTES", 1 << 18)
 
 

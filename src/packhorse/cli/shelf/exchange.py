@@ -19,10 +19,7 @@ from packhorse.cli.runs import Source
 from packhorse.cli.shelf.actions import check_path, stepping, view_of
 from packhorse.cli.shelf.rows import ExchangedTensor, ExportedTensors, ImportedTensors
 from packhorse.disk import Shelf
-from packhorse.disk.shelf.exchange import Plan
-from packhorse.disk.shelf.exchange_npy import export_npy, import_npy
-from packhorse.disk.shelf.exchange_safetensors import export_safetensors, import_safetensors
-from packhorse.disk.shelf.exchange_zarr import export_zarr, import_zarr
+from packhorse.disk.shelf.exchange_methods import Exports, ImportPlan, Imports
 
 __all__ = ["FormatName", "Incoming", "export", "import_", "incoming", "receiver"]
 
@@ -36,9 +33,9 @@ class FormatName(StrEnum):
 
 
 _EXPORTS: dict[FormatName, Callable[..., object]] = {
-    FormatName.ZARR: export_zarr,
-    FormatName.NPY: export_npy,
-    FormatName.SAFETENSORS: export_safetensors,
+    FormatName.ZARR: Exports.export_zarr,
+    FormatName.NPY: Exports.export_npy,
+    FormatName.SAFETENSORS: Exports.export_safetensors,
 }
 
 
@@ -170,7 +167,7 @@ def import_(
     Raises:
         FileExistsError: the shelf has a tensor of such a name, and `replace` is False.
     """
-    plan = Plan()
+    plan = ImportPlan()
     _run_import(job, plan)
     rows = [_row(tensor.name, tensor) for tensor in plan.tensors]
     replaced = [row.name for row in rows if shelf is not None and row.name in shelf]
@@ -195,10 +192,10 @@ def import_(
     )  # fmt: skip
 
 
-def _run_import(job: Incoming, shelf: Shelf | Plan, **options: Any) -> None:
+def _run_import(job: Incoming, shelf: Imports, **options: Any) -> None:
     if job.format is FormatName.NPY:
-        import_npy(shelf, job.name, job.src, dtype=job.dtype, **options)
+        shelf.import_npy(job.name, job.src, dtype=job.dtype, **options)
     elif job.format is FormatName.ZARR:
-        import_zarr(shelf, job.src, job.name, **options)
+        shelf.import_zarr(job.src, job.name, **options)
     else:
-        import_safetensors(shelf, job.src, job.name, **options)
+        shelf.import_safetensors(job.src, job.name, **options)

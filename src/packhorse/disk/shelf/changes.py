@@ -1,15 +1,12 @@
 """What a transaction has changed, in memory until it is committed.
 
 Chunks that are written in part are kept decoded. When they take too much memory, and at the end,
-they are packed, in threads. When packed chunks take too much, they are written to the file already,
-under numbers that no commit has used; if the transaction does not end by a commit, they are deleted
-then, or by the next writer.
+they are packed, in threads.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -19,10 +16,8 @@ import numpy as np
 
 from packhorse.disk.shelf.chunks import (
     Array,
-    Cache,
     Packed,
     Stored,
-    Unpacker,
     clear,
     dtype_of,
     pack_chunk,
@@ -32,31 +27,26 @@ from packhorse.disk.shelf.chunks import (
 from packhorse.disk.shelf.commits import Commit
 from packhorse.disk.shelf.committed import Committed, Settings, StateChunks
 from packhorse.disk.shelf.engine import Txn
+from packhorse.disk.shelf.new_chunks import NewChunks
 from packhorse.disk.shelf.records import (
-    CHUNK_KEY,
     HEAD_KEY,
-    NO_CHUNK,
-    ChunkRecord,
     Entry,
     Head,
-    Pointer,
     StateRecord,
     TensorRecord,
-    chunk_value,
     tensors_of,
 )
 from packhorse.disk.shelf.rows import Change, changes_of
-from packhorse.disk.shelf.slots import NewChunk, Slot, content_of, nbytes_of
+from packhorse.disk.shelf.slots import Slot, content_of, nbytes_of
 from packhorse.disk.shelf.store import Folder
 from packhorse.disk.shelf.versions import State
 from packhorse.errors import CompatibilityError, CorruptionError, blaming
 from packhorse.layout import DTYPE_BY_NAME
 from packhorse.threads import map_tensors
 
-__all__ = ["Changes", "delete_unused_chunks"]
+__all__ = ["Changes"]
 
 _MAX_DIRTY_NBYTES = 1 << 26
-_MAX_PACKED_NBYTES = 1 << 26
 _ROWS_OF_PATCH = 4  # at most one row in so many is in a patch
 _AT_ONCE = 256  # chunks that are packed before the packed ones may be written
 
@@ -87,14 +77,12 @@ class Changes:
         self._foreign: dict[tuple[int, int], Slot] = {}  # with memory of the caller
         self._records: dict[int, TensorRecord] = {}
         self._names: dict[int, str] = {}  # of tensors, for messages
-        self._new: dict[int, NewChunk] = {}
-        self._more_uses: Counter[int] = Counter()  # of committed chunks
-        self._dirty_nbytes = self._packed_nbytes = self._kept_nbytes = 0
+        self._dirty_nbytes = 0
         self.n_writes = 0
-        self._has_spilled = False
         with folder.read_newest() as (_, head):
             self._head = head
-        self._next_tensor, self._next_chunk = head.next_tensor, head.next_chunk
+        self._next_tensor = head.next_tensor
+        self._new = NewChunks(folder, settings, head)
 
     @property
     def is_empty(self) -> bool:
@@ -168,23 +156,9 @@ class Changes:
         if slot.data is not None and slot.is_own:
             self._dirty_nbytes -= slot.data.nbytes
         self._dirty_nbytes -= sum(row.nbytes for row in (slot.patch or {}).values())
-        self._release(slot.chunk)
+        self._new.release(slot.chunk)
         slot.data, slot.chunk, slot.is_own = None, 0, True
         slot.patch, slot.base, slot.base_nbytes = None, 0, 0
-
-    def _release(self, number: int) -> None:
-        """End one use of a packed chunk."""
-        while number:
-            new = self._new.get(number)
-            if new is None:
-                self._more_uses[number] -= 1
-                return
-            new.n_uses -= 1
-            if new.n_uses:
-                return
-            del self._new[number]
-            self._packed_nbytes -= new.nbytes if new.record is not None else 0
-            number = new.base
 
     # Reading.
 
@@ -225,7 +199,8 @@ class Changes:
                 for i, chunk in zip(committed, some, strict=True):
                     found[i] = chunk
             if packed:
-                some = self._load_packed(record, state, [slots[numbers[i]].chunk for i in packed])
+                new = [slots[numbers[i]].chunk for i in packed]
+                some = self._new.load(record, state, new, self._label(record))
                 for i, chunk in zip(packed, some, strict=True):
                     found[i] = chunk
             for i in patched:
@@ -248,27 +223,6 @@ class Changes:
         for place, row in slot.patch.items():
             rows[place] = row
         return data
-
-    def _load_packed(
-        self, record: TensorRecord, state: State, chunks: list[int]
-    ) -> list[Stored | None]:
-        """Packed chunks that are not committed; they do not get into the cache, because another
-        transaction may use their numbers."""
-        unpacker = Unpacker(
-            _Beside(self._settings.cache, self._head.next_chunk),
-            lambda numbers: self._find(state, numbers), self.threads, self._label(record),
-        )  # fmt: skip
-        pointers = [Pointer(n, self._new[n].nbytes, self._new[n].content_hash[:4]) for n in chunks]
-        return unpacker.load(record, [-1] * len(chunks), pointers)
-
-    def _find(self, state: State, numbers: Sequence[int]) -> list[ChunkRecord]:
-        def find(number: int) -> ChunkRecord:
-            new = self._new.get(number)
-            if new is None or new.record is None:
-                return state.chunks([number])[0]
-            return new.record
-
-        return list(map(find, numbers))
 
     def _label(self, record: TensorRecord) -> str:
         name = self._names.get(record.id)
@@ -458,9 +412,9 @@ class Changes:
         first: list[_Job] = []
         second: list[_Job] = []
         for job in jobs:
-            (second if self._keyframe_of(*job[:2]) is not None else first).append(job)
+            (second if self._keyframe_of(job) is not None else first).append(job)
         # Keyframes are packed first, also those that other chunks of the same statement need.
-        wanted = {(job[0], self._keyframe_of(*job[:2])) for job in second}
+        wanted = {(job[0], self._keyframe_of(job)) for job in second}
         for tensor, number in wanted:
             slot = None if number is None else self._slots[tensor].get(number)
             if number is None or slot is None or slot.data is None or not slot.is_own:
@@ -469,18 +423,10 @@ class Changes:
                 first.append((tensor, number, slot))
         for some in (first, second):
             self._pack(some)
-            if self._packed_nbytes > _MAX_PACKED_NBYTES:
-                self._spill()
+            self._new.spill_if_many()
 
-    def _keyframe_of(self, tensor: int, number: int) -> int | None:
-        """The chunk that a chunk is coded against; None if it is coded for itself."""
-        record = self._records[tensor]
-        if record.base is None:
-            return None
-        grid = record.grid
-        run, part = divmod(number, grid.chunks_per_row)
-        keyframe = run - run % record.keyframe_every
-        return None if keyframe == run else keyframe * grid.chunks_per_row + part
+    def _keyframe_of(self, job: _Job) -> int | None:
+        return self._records[job[0]].keyframe_of(job[1])
 
     def _pack(self, jobs: list[_Job]) -> None:
         bases = self._bases_of(jobs)
@@ -500,18 +446,19 @@ class Changes:
             packed = map_tensors(partial(_work_on, work, some), sizes, self.threads)
             for (tensor, number, slot), result in zip(some, packed, strict=True):
                 base = bases[tensor, number][0] if result.has_base else 0
-                self._settle(slot, result, base)
-            if self._packed_nbytes > _MAX_PACKED_NBYTES:
-                self._spill()
+                added = self._new.add(slot, result, base)
+                self._empty(slot)
+                slot.chunk = added
+            self._new.spill_if_many()
 
     def _bases_of(self, jobs: list[_Job]) -> dict[tuple[int, int], tuple[int, Stored]]:
         """The chunks that others are coded against: their numbers as stored chunks, and they."""
         bases: dict[tuple[int, int], tuple[int, Stored]] = {}
         for tensor, number, _ in jobs:
-            keyframe = self._keyframe_of(tensor, number)
+            record = self._records[tensor]
+            keyframe = record.keyframe_of(number)
             if keyframe is None:
                 continue
-            record = self._records[tensor]
             slot = self._slots[tensor].get(keyframe)
             if slot is not None:
                 chunk = slot.chunk
@@ -522,60 +469,10 @@ class Changes:
                 chunk = 0
             if not chunk:
                 continue
-            new = self._new.get(chunk)
-            if new is not None and new.kept is not None:
-                bases[tensor, number] = chunk, stored(new.kept, new.content_hash)
-                continue
-            (found,) = self.stored(record, [keyframe])
+            found = self._new.kept(chunk) or self.stored(record, [keyframe])[0]
             if found is not None:
                 bases[tensor, number] = chunk, found
         return bases
-
-    def _settle(self, slot: Slot, packed: Packed, base: int) -> None:
-        data, is_own = slot.data, slot.is_own
-        places = tuple(sorted(slot.patch)) if slot.patch else None
-        base, base_nbytes = (slot.base, slot.base_nbytes) if places else (base, 0)
-        number = self._next_chunk
-        self._next_chunk += 1
-        if base:
-            new = self._new.get(base)
-            if new is None:
-                self._more_uses[base] += 1
-            else:
-                new.n_uses += 1
-        self._empty(slot)
-        slot.chunk = number
-        kept = None
-        if (
-            data is not None
-            and is_own
-            and self._kept_nbytes + data.nbytes <= self.cache_nbytes // 4
-        ):
-            kept = data
-            kept.flags.writeable = False
-            self._kept_nbytes += data.nbytes
-        nbytes = len(packed.frame)
-        record = ChunkRecord(base, places, packed.frame)
-        self._new[number] = NewChunk(
-            record, nbytes, packed.content_hash, base, base_nbytes, 1, kept
-        )
-        self._packed_nbytes += nbytes
-
-    def _spill(self) -> None:
-        """Write packed chunks to the file already."""
-        spilled = [(n, new) for n, new in self._new.items() if new.record is not None]
-
-        def work(txn: Txn, _: Head) -> None:
-            for number, new in spilled:
-                assert new.record is not None
-                value = chunk_value(number, new.record)
-                txn.handle.put(CHUNK_KEY.pack(number), value, db=txn.tables.chunks)
-
-        self._has_spilled = True
-        self._folder.write(work)
-        for _, new in spilled:
-            new.record, new.kept = None, None
-        self._packed_nbytes = 0
 
     # The end.
 
@@ -589,26 +486,16 @@ class Changes:
         if self.is_empty:
             return
         self._folder.write(self._write)
-        for number, new in self._new.items():
-            if new.kept is not None:
-                self._settings.cache.put(number, stored(new.kept, new.content_hash))
+        self._new.fill_cache()
 
     def _write(self, txn: Txn, head: Head) -> None:
         commit = Commit(txn, head, str(self._folder.path))
         serial = head.n_commits + 1
-        delete_unused_chunks(txn, head, self._new)
-        for number, n in self._more_uses.items():
-            if n:
-                commit.use(number, n)
-        for number, new in self._new.items():
-            if new.record is not None:
-                commit.put_chunk(number, new.record, new.n_uses)
-            elif new.n_uses > 1:
-                commit.set_uses(number, new.n_uses)
+        next_chunk = self._new.write(commit, txn)
         grown = {tensor: self._point(commit, head, tensor) for tensor in self._slots}
         self._enter(commit, grown, serial)
         new_head = replace(
-            head, next_tensor=self._next_tensor, next_chunk=self._next_chunk, n_commits=serial
+            head, next_tensor=self._next_tensor, next_chunk=next_chunk, n_commits=serial
         )
         txn.handle.put(HEAD_KEY, new_head.to_bytes(), db=txn.tables.meta)
 
@@ -618,12 +505,7 @@ class Changes:
         record, is_new = self._records[tensor], tensor >= head.next_tensor
         grown = 0
         for number, slot in self._slots[tensor].items():
-            pointer = NO_CHUNK
-            if slot.chunk:
-                new = self._new[slot.chunk]
-                nbytes = new.nbytes + new.base_nbytes
-                pointer = Pointer(slot.chunk, nbytes, new.content_hash[:4])
-            grown += commit.point(record, number, pointer, is_new)
+            grown += commit.point(record, number, self._new.pointer(slot.chunk), is_new)
         return grown
 
     def _enter(self, commit: Commit, grown: dict[int, int], serial: int) -> None:
@@ -652,41 +534,10 @@ class Changes:
 
     def abort(self) -> None:
         """Drop all changes."""
-        if self._has_spilled:
-            with suppress(OSError):  # the next commit deletes them, too
-                self._folder.write(delete_unused_chunks)
-
-
-def delete_unused_chunks(txn: Txn, head: Head, used: Container[int] = ()) -> None:
-    """Delete the chunks that a transaction wrote early which was never committed.
-
-    Args:
-        txn: a write transaction.
-        head: the head record; chunks from its next number on are of no commit.
-        used: numbers of chunks that stay, because a commit is about to use them.
-    """
-    cursor = txn.handle.cursor(db=txn.tables.chunks)
-    found = cursor.set_range(CHUNK_KEY.pack(head.next_chunk))
-    while found and (key := bytes(cursor.key())):
-        is_used = CHUNK_KEY.unpack(key)[0] in used
-        found = cursor.next() if is_used else cursor.delete()
+        with suppress(OSError):  # the next commit deletes what was written early, too
+            self._new.drop()
 
 
 def _work_on(work: Callable[[_Job], Packed], jobs: list[_Job], i: int, _: int) -> Packed:
     """Pack the chunk of an index, as `map_tensors` asks."""
     return work(jobs[i])
-
-
-class _Beside(Cache):
-    """A cache to look up committed chunks in, which takes none that are not committed."""
-
-    def __init__(self, cache: Cache, next_chunk: int) -> None:
-        super().__init__(0)
-        self._cache, self._next_chunk = cache, next_chunk
-
-    def get(self, numbers: Sequence[int]) -> list[Stored | None]:
-        found = self._cache.get(numbers)
-        return [
-            chunk if number < self._next_chunk else None
-            for number, chunk in zip(numbers, found, strict=True)
-        ]

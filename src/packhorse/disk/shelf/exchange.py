@@ -33,7 +33,7 @@ __all__ = [
     "Incoming",
     "Meter",
     "Outgoing",
-    "Plan",
+    "Planned",
     "ReadsLikeShelf",
     "ShelfProgress",
     "bits_of",
@@ -95,12 +95,11 @@ class Incoming:
         return math.prod(self.shape) * DTYPE_BY_NAME[self.dtype].bits // 8
 
 
-class Plan:
-    """Takes the place of the shelf in an import, to find out what would be imported: only headers
-    are read, and nothing is written.
+class Planned:
+    """What imports would write to a shelf.
 
     Attributes:
-        tensors: what would be imported.
+        tensors: what would be written.
     """
 
     def __init__(self) -> None:
@@ -310,7 +309,7 @@ def store(
     """Write tensors to a shelf.
 
     Args:
-        shelf: the shelf, open for writing, or a plan.
+        shelf: the shelf, open for writing, or the plan of an import.
         tensors: what to write.
         replace: whether tensors of these names may be replaced.
         resume: whether each tensor is a transaction of its own, and tensors that are there already
@@ -326,7 +325,7 @@ def store(
         OSError: a source has changed.
     """
     _refuse_twins(tensors)
-    if isinstance(shelf, Plan):
+    if isinstance(shelf, Planned):
         shelf.tensors += tensors
         return [tensor.name for tensor in tensors]
     if not replace and not resume:

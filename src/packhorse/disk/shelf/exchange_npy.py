@@ -45,96 +45,103 @@ from packhorse.framework import resolve_framework
 from packhorse.storage.atomic import OutputFile, atomic_file, atomic_folder
 from packhorse.storage.opening import open_regular
 
-__all__ = ["export_npy", "import_npy"]
+__all__ = ["NpyExport", "NpyImport"]
 
 _SUFFIX = ".npy"
 
 
-def export_npy(
-    shelf: ReadsLikeShelf,
-    path: str | os.PathLike[str],
-    names: str | Iterable[str] | None = None,
-    *,
-    progress: ShelfProgress | None = None,
-    force: bool = False,
-) -> Path:
-    """Write a tensor as a file of NumPy, or several as a folder of files.
+class NpyExport(ReadsLikeShelf):
+    """Exporting to files of NumPy."""
 
-    Args:
-        shelf: the shelf, or its state at a tag.
-        path: the file to write if `names` is one name, otherwise the folder to create.
-        names: a tensor, or several; None for all, without nested states.
-        progress: called with the bytes done, and the bytes of all tensors.
-        force: whether an existing file, or a folder that has nothing but such files, may be
-            replaced.
+    def export_npy(
+        self,
+        path: str | os.PathLike[str],
+        names: str | Iterable[str] | None = None,
+        *,
+        progress: ShelfProgress | None = None,
+        force: bool = False,
+    ) -> Path:
+        """Write a tensor as a file of NumPy, or several as a folder of files.
 
-    Returns:
-        The file or folder.
+        Args:
+            path: the file to write if `names` is one name, otherwise the folder to create.
+            names: a tensor, or several; None for all, without nested states. Of bfloat16 and the
+                small floats, the bits alone are written, because the format has no name for them:
+                `np.load(path).view(ml_dtypes.bfloat16)` reads them.
+            progress: called with the bytes done, and the bytes of all tensors.
+            force: whether an existing file, or a folder that has nothing but such files, may be
+                replaced.
 
-    Raises:
-        KeyError: the shelf has no tensor of a name.
-        TypeError: a name is that of a nested state.
-        ValueError: no file can have such a name.
-        OSError: a file cannot be written; FileExistsError if `path` exists and `force` is False.
-    """
-    place = Path(path)
-    with outgoing(shelf, names, progress) as (tensors, meter):
-        if isinstance(names, str):
-            with atomic_file(place, force=force) as output:
-                _write(output, tensors[names], meter)
-            return place
-        check_segments(tensors, "a folder of files")
-        with atomic_folder(place, _replaceable(place) if force else None) as building:
-            for name, tensor in tensors.items():
-                target = building / f"{name}{_SUFFIX}"
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with atomic_file(target) as output:
-                    _write(output, tensor, meter)
-    return place
+        Returns:
+            The file or folder.
+
+        Raises:
+            KeyError: the shelf has no tensor of a name.
+            TypeError: a name is that of a nested state.
+            ValueError: no file can have such a name.
+            OSError: a file cannot be written; FileExistsError if `path` exists and `force` is
+                False.
+        """
+        place = Path(path)
+        with outgoing(self, names, progress) as (tensors, meter):
+            if isinstance(names, str):
+                with atomic_file(place, force=force) as output:
+                    _write(output, tensors[names], meter)
+                return place
+            check_segments(tensors, "a folder of files")
+            with atomic_folder(place, _replaceable(place) if force else None) as building:
+                for name, tensor in tensors.items():
+                    target = building / f"{name}{_SUFFIX}"
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    with atomic_file(target) as output:
+                        _write(output, tensor, meter)
+        return place
 
 
-def import_npy(
-    shelf: Any,
-    names: str | Mapping[str, str | os.PathLike[str]],
-    path: str | os.PathLike[str] | None = None,
-    *,
-    dtype: Any = None,
-    replace: bool = False,
-    resume: bool = False,
-    progress: ShelfProgress | None = None,
-) -> list[str]:
-    """Read files of NumPy. Arrays of Python objects are refused; nothing is unpickled.
+class NpyImport:
+    """Importing from files of NumPy."""
 
-    Args:
-        shelf: the shelf, open for writing.
-        names: a name, or the paths of files by name.
-        path: the file for the name; or a folder, whose files get names below that one by their
-            paths. (An empty name leaves it out.)
-        dtype: what elements are that NumPy's format has no name for: "bfloat16", for example. All
-            others keep their dtype.
-        replace: whether tensors of the same names may be replaced.
-        resume: whether each file is a transaction of its own, instead of all together. Tensors
-            that the shelf has already, equal in every bit, are then kept.
-        progress: called with the bytes done, and the bytes of all files.
+    def import_npy(
+        self,
+        names: str | Mapping[str, str | os.PathLike[str]],
+        path: str | os.PathLike[str] | None = None,
+        *,
+        dtype: Any = None,
+        replace: bool = False,
+        resume: bool = False,
+        progress: ShelfProgress | None = None,
+    ) -> list[str]:
+        """Read files of NumPy. Arrays of Python objects are refused; nothing is unpickled.
 
-    Returns:
-        The names of the tensors in the shelf.
+        Args:
+            names: a name, or the paths of files by name.
+            path: the file for the name; or a folder, whose files get names below that one by their
+                paths. (An empty name leaves it out.)
+            dtype: what elements are that NumPy's format has no name for: "bfloat16", for example.
+                All others keep their dtype.
+            replace: whether tensors of the same names may be replaced.
+            resume: whether each file is a transaction of its own, instead of all together. Tensors
+                that the shelf has already, equal in every bit, are then kept.
+            progress: called with the bytes done, and the bytes of all files.
 
-    Raises:
-        TypeError: a shelf has no such dtype, or `dtype` is needed or of another size.
-        ValueError: the folder has no such file; or the shelf has a tensor of such a name, and
-            `replace` is False.
-        CorruptionError: a file is damaged, or not of NumPy.
-        OSError: a file cannot be read, or has changed.
-    """
-    files = _files(names, path)
-    meant = None if dtype is None else _meant(dtype)
-    with ExitStack() as stack:
-        sources = {
-            name: stack.enter_context(open_local(Path(file))) for name, file in files.items()
-        }
-        tensors = [_incoming(name, source, meant) for name, source in sources.items()]
-        return store(shelf, tensors, replace=replace, resume=resume, progress=progress)
+        Returns:
+            The names of the tensors in the shelf.
+
+        Raises:
+            TypeError: a shelf has no such dtype, or `dtype` is needed or of another size.
+            ValueError: the folder has no such file; or the shelf has a tensor of such a name, and
+                `replace` is False.
+            CorruptionError: a file is damaged, or not of NumPy.
+            OSError: a file cannot be read, or has changed.
+        """
+        files = _files(names, path)
+        meant = None if dtype is None else _meant(dtype)
+        with ExitStack() as stack:
+            sources = {
+                name: stack.enter_context(open_local(Path(file))) for name, file in files.items()
+            }
+            tensors = [_incoming(name, source, meant) for name, source in sources.items()]
+            return store(self, tensors, replace=replace, resume=resume, progress=progress)
 
 
 # Exporting.

@@ -44,112 +44,116 @@ from packhorse.layout import DTYPE_BY_NAME, FILE_SUFFIX
 from packhorse.storage.locations import Place, open_place, writing
 from packhorse.storage.strict_json import parse_json, shown
 
-__all__ = ["export_safetensors", "import_safetensors"]
+__all__ = ["SafetensorsExport", "SafetensorsImport"]
 
 _PART_NBYTES = 1 << 22  # of elements of 4 and 6 bits, which take up to twice as much in memory
 
 
-def export_safetensors(
-    shelf: ReadsLikeShelf,
-    path: str | os.PathLike[str],
-    names: str | Iterable[str] | None = None,
-    *,
-    metadata: Mapping[str, str] | None = None,
-    progress: ShelfProgress | None = None,
-    force: bool = False,
-    storage_options: Mapping[str, Any] | None = None,
-) -> Place:
-    """Write tensors as a plain safetensors file, laid out as the safetensors library does.
+class SafetensorsExport(ReadsLikeShelf):
+    """Exporting to safetensors files."""
 
-    Args:
-        shelf: the shelf, or its state at a tag.
-        path: the file to write, at a path or a URL. A file at a URL is written to a temporary file
-            first, and uploaded as a whole.
-        names: the tensors; None for all, without nested states.
-        metadata: pairs of strings for the file's header.
-        progress: called with the bytes done, and the bytes of all tensors.
-        force: whether an existing file may be replaced.
-        storage_options: options for the file system of a URL, as in fsspec.
+    def export_safetensors(
+        self,
+        path: str | os.PathLike[str],
+        names: str | Iterable[str] | None = None,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        progress: ShelfProgress | None = None,
+        force: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> Place:
+        """Write tensors as a plain safetensors file, which `packhorse.disk.pack_file` can pack.
 
-    Returns:
-        The file.
+        Args:
+            path: the file to write, at a path or a URL.
+            names: the tensors; None for all, without nested states.
+            metadata: pairs of strings for the file's header.
+            progress: called with the bytes done, and the bytes of all tensors.
+            force: whether an existing file may be replaced.
+            storage_options: options for the file system of a URL, as in fsspec.
 
-    Raises:
-        KeyError: the shelf has no tensor of a name.
-        TypeError: a name is that of a nested state.
-        ValueError: the file's name is that of a packed file, or a tensor of elements of 4 or 6 bits
-            does not end at a byte.
-        OSError: the file cannot be written; FileExistsError if it exists and `force` is False.
-    """
-    place = open_place(path, storage_options)
-    if place.name.endswith(FILE_SUFFIX):
-        raise ValueError(
-            f"{place}: is the name of a packed file; export to a name that ends with "
-            f"{PLAIN_SUFFIX}, and pack that: packhorse pack"
-        )
-    with outgoing(shelf, names, progress) as (tensors, meter):
-        header = _header(tensors, metadata)
-        with writing(place, force=force) as output:
-            output.write(header.prefix())
-            for entry in header.entries:
-                for piece in _pieces(tensors[entry.name], meter):
-                    output.write(piece)
-    return place
+        Returns:
+            The file.
+
+        Raises:
+            KeyError: the shelf has no tensor of a name.
+            TypeError: a name is that of a nested state.
+            ValueError: the file's name is that of a packed file, or a tensor of elements of 4 or 6
+                bits does not end at a byte.
+            OSError: the file cannot be written; FileExistsError if it exists and `force` is False.
+        """
+        place = open_place(path, storage_options)
+        if place.name.endswith(FILE_SUFFIX):
+            raise ValueError(
+                f"{place}: is the name of a packed file; export to a name that ends with "
+                f"{PLAIN_SUFFIX}, and pack that: packhorse pack"
+            )
+        with outgoing(self, names, progress) as (tensors, meter):
+            header = _header(tensors, metadata)
+            with writing(place, force=force) as output:
+                output.write(header.prefix())
+                for entry in header.entries:
+                    for piece in _pieces(tensors[entry.name], meter):
+                        output.write(piece)
+        return place
 
 
-def import_safetensors(
-    shelf: Any,
-    path: str | os.PathLike[str],
-    prefix: str = "",
-    names: str | Iterable[str] | None = None,
-    *,
-    base: BaseLike | None = None,
-    replace: bool = False,
-    resume: bool = False,
-    progress: ShelfProgress | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-) -> list[str]:
-    """Read the tensors of a model: of a safetensors file, packed or not, or of a folder of such.
+class SafetensorsImport:
+    """Importing from safetensors files."""
 
-    Args:
-        shelf: the shelf, open for writing.
-        path: the file, the index of a sharded model, or the folder, at a path or a URL.
-        prefix: a name for the model in the shelf, in front of the names of its tensors.
-        names: tensors of the model; None for all.
-        base: what a packed model was packed against, if it has a base; as for `unpack_file`.
-        replace: whether tensors of the same names may be replaced.
-        resume: whether each tensor is a transaction of its own, instead of all together. Tensors
-            that the shelf has already, equal in every bit, are then kept.
-        progress: called with the bytes done, and the bytes of all tensors.
-        storage_options: options for the file systems of all URLs of this call, as in fsspec.
+    def import_safetensors(
+        self,
+        path: str | os.PathLike[str],
+        prefix: str = "",
+        names: str | Iterable[str] | None = None,
+        *,
+        base: BaseLike | None = None,
+        replace: bool = False,
+        resume: bool = False,
+        progress: ShelfProgress | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """Read the tensors of a model: of a safetensors file, packed or not, or of a folder of
+        such.
 
-    Returns:
-        The names of the tensors in the shelf.
+        Args:
+            path: the file, the index of a sharded model, or the folder, at a path or a URL.
+            prefix: a name for the model in the shelf, in front of the names of its tensors.
+            names: tensors of the model; None for all.
+            base: what a packed model was packed against, if it has a base; as for `unpack_file`.
+            replace: whether tensors of the same names may be replaced.
+            resume: whether each tensor is a transaction of its own, instead of all together.
+                Tensors that the shelf has already, equal in every bit, are then kept.
+            progress: called with the bytes done, and the bytes of all tensors.
+            storage_options: options for the file systems of all URLs of this call, as in fsspec.
 
-    Raises:
-        KeyError: the model has no tensor of a name.
-        ValueError: the folder has no model, or several; or the shelf has a tensor of such a name,
-            and `replace` is False.
-        CorruptionError, CompatibilityError: a file is damaged, or too new.
-        BaseMismatchError: a tensor needs a base, and no base or another one was given.
-        OSError: a file cannot be read, or has changed.
-    """
-    place = open_place(path, storage_options)
-    with ExitStack() as stack:
-        bases = stack.enter_context(open_bases(place_base(base, storage_options)))
-        found = _found(place, stack)
-        if names is not None:
-            asked = [names] if isinstance(names, str) else list(names)
-            for name in asked:
-                if name not in found:
-                    raise KeyError(f"{place}: has no tensor {shown(name)}")
-            found = {name: found[name] for name in asked}
-        lender = Lender(bases, None)
-        tensors = [
-            _incoming(name_below(prefix, name), file, entry, lender)
-            for name, (file, entry) in found.items()
-        ]
-        return store(shelf, tensors, replace=replace, resume=resume, progress=progress)
+        Returns:
+            The names of the tensors in the shelf.
+
+        Raises:
+            KeyError: the model has no tensor of a name.
+            ValueError: the folder has no model, or several; or the shelf has a tensor of such a
+                name, and `replace` is False.
+            CorruptionError, CompatibilityError: a file is damaged, or too new.
+            BaseMismatchError: a tensor needs a base, and no base or another one was given.
+            OSError: a file cannot be read, or has changed.
+        """
+        place = open_place(path, storage_options)
+        with ExitStack() as stack:
+            bases = stack.enter_context(open_bases(place_base(base, storage_options)))
+            found = _found(place, stack)
+            if names is not None:
+                asked = [names] if isinstance(names, str) else list(names)
+                for name in asked:
+                    if name not in found:
+                        raise KeyError(f"{place}: has no tensor {shown(name)}")
+                found = {name: found[name] for name in asked}
+            lender = Lender(bases, None)
+            tensors = [
+                _incoming(name_below(prefix, name), file, entry, lender)
+                for name, (file, entry) in found.items()
+            ]
+            return store(self, tensors, replace=replace, resume=resume, progress=progress)
 
 
 # Exporting.

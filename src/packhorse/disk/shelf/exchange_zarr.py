@@ -43,7 +43,7 @@ from packhorse.late_import import import_late
 from packhorse.storage.atomic import atomic_folder
 from packhorse.storage.strict_json import shown
 
-__all__ = ["export_zarr", "import_zarr"]
+__all__ = ["ZarrExport", "ZarrImport"]
 
 _CHUNK_NBYTES = 1 << 20
 _LEVEL = 3
@@ -52,89 +52,95 @@ _ROOT = "zarr.json"
 _FAULTS = (ValueError, RuntimeError, TypeError, KeyError)
 
 
-def export_zarr(
-    shelf: ReadsLikeShelf,
-    path: str | os.PathLike[str],
-    names: str | Iterable[str] | None = None,
-    *,
-    progress: ShelfProgress | None = None,
-    force: bool = False,
-) -> Path:
-    """Write tensors as the arrays of a group of zarr, format 3. Names become nested groups at "/".
+class ZarrExport(ReadsLikeShelf):
+    """Exporting to zarr."""
 
-    Args:
-        shelf: the shelf, or its state at a tag.
-        path: the folder to create.
-        names: the tensors; None for all, without nested states.
-        progress: called with the bytes done, and the bytes of all tensors.
-        force: whether a group of zarr at `path` may be replaced.
+    def export_zarr(
+        self,
+        path: str | os.PathLike[str],
+        names: str | Iterable[str] | None = None,
+        *,
+        progress: ShelfProgress | None = None,
+        force: bool = False,
+    ) -> Path:
+        """Write tensors as the arrays of a group of zarr, format 3. Names become nested groups at
+        "/". Chunks are compressed by Zstandard, so that others can read them without Packhorse.
 
-    Returns:
-        The folder.
+        Args:
+            path: the folder to create.
+            names: the tensors; None for all, without nested states.
+            progress: called with the bytes done, and the bytes of all tensors.
+            force: whether a group of zarr at `path` may be replaced.
 
-    Raises:
-        KeyError: the shelf has no tensor of a name.
-        TypeError: a name is that of a nested state.
-        ValueError: zarr cannot have an array of a name, or one array inside another.
-        MissingBackendError: zarr is not installed.
-        OSError: the folder cannot be written; FileExistsError if it exists and `force` is False.
-    """
-    _require_zarr("export_zarr")
-    folder = _local(path)
-    with outgoing(shelf, names, progress) as (tensors, meter):
-        check_segments(tensors, "zarr", ("__", _ROOT))
-        with atomic_folder(folder, _replaceable(folder, force)) as building:
-            group = import_late("zarr").create_group(building, zarr_format=3)
-            for name, tensor in tensors.items():
-                _export(group, name, tensor, meter)
-            sync_files(building)
-    return folder
+        Returns:
+            The folder.
+
+        Raises:
+            KeyError: the shelf has no tensor of a name.
+            TypeError: a name is that of a nested state.
+            ValueError: zarr cannot have an array of a name, or one array inside another.
+            MissingBackendError: zarr is not installed.
+            OSError: the folder cannot be written; FileExistsError if it exists and `force` is
+                False.
+        """
+        _require_zarr("export_zarr")
+        folder = _local(path)
+        with outgoing(self, names, progress) as (tensors, meter):
+            check_segments(tensors, "zarr", ("__", _ROOT))
+            with atomic_folder(folder, _replaceable(folder, force)) as building:
+                group = import_late("zarr").create_group(building, zarr_format=3)
+                for name, tensor in tensors.items():
+                    _export(group, name, tensor, meter)
+                sync_files(building)
+        return folder
 
 
-def import_zarr(
-    shelf: Any,
-    path: Any,
-    prefix: str = "",
-    names: str | Iterable[str] | None = None,
-    *,
-    replace: bool = False,
-    resume: bool = False,
-    progress: ShelfProgress | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-) -> list[str]:
-    """Read the arrays of a group of zarr, or one array, of format 2 or 3.
+class ZarrImport:
+    """Importing from zarr."""
 
-    Args:
-        shelf: the shelf, open for writing.
-        path: the folder or URL of the group or array, or a store of zarr.
-        prefix: a name for the group in the shelf, in front of the names of its arrays. An array
-            that is in no group gets it as its name, by default the name of its folder.
-        names: the arrays of the group; None for all.
-        replace: whether tensors of the same names may be replaced.
-        resume: whether each array is a transaction of its own, instead of all together. Arrays
-            that the shelf has already, equal in every bit, are then kept.
-        progress: called with the bytes done, and the bytes of all arrays.
-        storage_options: options for the file system of a URL, as in fsspec.
+    def import_zarr(
+        self,
+        path: Any,
+        prefix: str = "",
+        names: str | Iterable[str] | None = None,
+        *,
+        replace: bool = False,
+        resume: bool = False,
+        progress: ShelfProgress | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """Read the arrays of a group of zarr, or one array, of format 2 or 3.
 
-    Returns:
-        The names of the tensors in the shelf.
+        Args:
+            path: the folder or URL of the group or array, or a store of zarr.
+            prefix: a name for the group in the shelf, in front of the names of its arrays. An array
+                that is in no group gets it as its name, by default the name of its folder.
+            names: the arrays of the group; None for all.
+            replace: whether tensors of the same names may be replaced.
+            resume: whether each array is a transaction of its own, instead of all together. Arrays
+                that the shelf has already, equal in every bit, are then kept.
+            progress: called with the bytes done, and the bytes of all arrays.
+            storage_options: options for the file system of a URL, as in fsspec.
 
-    Raises:
-        KeyError: the group has no array of a name.
-        TypeError: a shelf has no such dtype.
-        ValueError: there is no group or array of zarr; or the shelf has a tensor of such a name,
-            and `replace` is False.
-        CorruptionError: a chunk is damaged.
-        MissingBackendError: zarr is not installed.
-        OSError: a file cannot be read.
-    """
-    _require_zarr("import_zarr")
-    arrays = _arrays(path, prefix, names, storage_options)
-    tensors = [
-        _incoming(name, array, f"{path}: array {shown(array.path or name)}")
-        for name, array in arrays.items()
-    ]
-    return store(shelf, tensors, replace=replace, resume=resume, progress=progress)
+        Returns:
+            The names of the tensors in the shelf.
+
+        Raises:
+            KeyError: the group has no array of a name.
+            TypeError: a shelf has no such dtype.
+            ValueError: there is no group or array of zarr; or the shelf has a tensor of such a
+                name, and `replace` is False.
+            CorruptionError: a chunk is damaged.
+            MissingBackendError: zarr is not installed.
+            OSError: a file cannot be read.
+        """
+        _require_zarr("import_zarr")
+        arrays = _arrays(path, prefix, names, storage_options)
+        tensors = [
+            _incoming(name, array, f"{path}: array {shown(array.path or name)}")
+            for name, array in arrays.items()
+        ]
+        return store(self, tensors, replace=replace, resume=resume, progress=progress)
 
 
 def _require_zarr(verb: str) -> None:

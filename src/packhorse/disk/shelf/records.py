@@ -292,6 +292,14 @@ class TensorRecord:
         """How the tensor is cut."""
         return _grid_of(self.shape, self.chunk)
 
+    def keyframe_of(self, number: int) -> int | None:
+        """The chunk that a chunk is coded against; None if it is coded for itself."""
+        if self.base is None:
+            return None
+        row, part = divmod(number, self.grid.chunks_per_row)
+        keyframe = row - row % self.keyframe_every
+        return None if keyframe == row else keyframe * self.grid.chunks_per_row + part
+
     def with_rows(self, n_rows: int) -> TensorRecord:
         """The record with another number of rows."""
         return replace(self, shape=(n_rows, *self.shape[1:]))

@@ -11,8 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from packhorse.disk.shelf.changes import Changes, delete_unused_chunks
+from packhorse.disk.shelf.changes import Changes
 from packhorse.disk.shelf.committed import Settings, StateChunks
+from packhorse.disk.shelf.new_chunks import delete_unused_chunks
 from packhorse.disk.shelf.records import CHUNK_KEY, Entry, Head, StateRecord, TensorRecord
 from packhorse.disk.shelf.rows import Chunks
 from packhorse.disk.shelf.store import Folder

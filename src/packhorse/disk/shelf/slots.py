@@ -1,4 +1,4 @@
-"""Chunks that a transaction has changed, before and after they are packed."""
+"""Chunks of tensors that a transaction has changed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from packhorse.disk.shelf.chunks import Array
-from packhorse.disk.shelf.records import ChunkRecord
 
-__all__ = ["NewChunk", "Slot", "content_of", "nbytes_of"]
+__all__ = ["Slot", "content_of", "nbytes_of"]
 
 
 @dataclass(slots=True)
@@ -31,29 +30,6 @@ class Slot:
     patch: dict[int, Array] | None = None
     base: int = 0
     base_nbytes: int = 0
-
-
-@dataclass(slots=True)
-class NewChunk:
-    """A packed chunk that is not committed.
-
-    Attributes:
-        record: what is stored; None if it is in the file already.
-        nbytes: of its frame.
-        content_hash: of the elements of its frame.
-        base: the number of the stored chunk that it needs; 0 for none.
-        base_nbytes: of the frame of that chunk, if this one is a patch of it.
-        n_uses: how many pointers and chunks use it.
-        kept: its elements, for the cache; None if they are not kept.
-    """
-
-    record: ChunkRecord | None
-    nbytes: int
-    content_hash: bytes
-    base: int
-    base_nbytes: int
-    n_uses: int = 1
-    kept: Array | None = None
 
 
 def content_of(slot: Slot) -> Array:
