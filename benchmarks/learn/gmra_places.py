@@ -7,6 +7,7 @@ find the same cells as another kind with the same budget, bit for bit, or no fig
 
 import hashlib
 import json
+import selectors
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,8 @@ __all__ = ["KINDS", "measure", "table"]
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUNDS, SEED, N_COMPONENTS = 3, 0, 16
+_READY = "ready\n"
+_LOOK_EVERY_S = 0.02
 _WARM_UP = 2_000  # points of a first fit, which loads what a fit needs
 
 
@@ -57,7 +60,7 @@ def measure(rounds: int = ROUNDS) -> dict[str, Any]:
 
     Returns:
         For each kind its rounds: processor and wall seconds, and bytes of memory beside what there
-        was before the fit.
+        was before the fit, without the pages of files.
 
     Raises:
         RuntimeError: the cells of two fits differ that should be the same.
@@ -76,10 +79,25 @@ def measure(rounds: int = ROUNDS) -> dict[str, Any]:
 
 
 def _in_process(kind: str) -> dict[str, Any]:
+    """One fit, and the most memory that it took, looked at from outside."""
     words = [sys.executable, "-m", "benchmarks.learn.gmra_places", kind]
-    done = subprocess.run(words, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-    fit: dict[str, Any] = json.loads(done.stdout)
-    return fit
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        if process.stdout.readline() != _READY:
+            raise RuntimeError(f"the fit {kind} has not begun")
+        before = most = _anonymous_nbytes(process.pid)
+        ready = selectors.DefaultSelector()
+        ready.register(process.stdout, selectors.EVENT_READ)
+        while not ready.select(_LOOK_EVERY_S):
+            most = max(most, _anonymous_nbytes(process.pid))
+        found: dict[str, Any] = json.loads(process.stdout.readline())
+    return found | {"nbytes": most - before}
+
+
+def _anonymous_nbytes(pid: int) -> int:
+    """The memory of a process without what it maps of files, which the system may take back."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
 
 
 def fit(kind: str) -> dict[str, Any]:
@@ -104,30 +122,16 @@ def fit(kind: str) -> dict[str, Any]:
                 source = shelf["points"]
                 del points
             gmra = GMRA(N_COMPONENTS, memory_nbytes=budget, random_state=SEED)
-            before = _begin_high_water()
+            print(_READY, end="", flush=True)
             wall, cpu = time.perf_counter(), time.process_time()
             gmra.fit(source, shelf=shelf if on_shelf else None)
             cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-            more = _memory("VmHWM") - before
             return {
                 "cpu": round(cpu, 2),
                 "wall": round(wall, 2),
-                "nbytes": max(0, more),
                 "budget": budget,
                 "bits": _bits(gmra),
             }
-
-
-def _begin_high_water() -> int:
-    """Let the high-water mark of memory begin at what is resident now, and return that."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return _memory("VmRSS")
-
-
-def _memory(field: str) -> int:
-    """Bytes, by a field of /proc/self/status."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition(f"{field}:")[2].split()[0]) * 1024
 
 
 def _bits(gmra: GMRA) -> str:
@@ -149,23 +153,22 @@ def table(figures: dict[str, Any]) -> str:
     Returns:
         Markdown.
     """
-    cpus = {kind: _median([fit["cpu"] for fit in fits]) for kind, fits in figures["fits"].items()}
+
+    def middle(kind: str, field: str) -> float:
+        return sorted(fit[field] for fit in figures["fits"][kind])[figures["rounds"] // 2]
+
     rows = "".join(
-        f"| {KINDS[kind].what} | {cpus[kind]:.1f} | {_median([f['wall'] for f in fits]):.1f} "
-        f"| {cpus[kind] / cpus['memory']:.2f} | {fits[0]['budget'] / 1e6:.0f} MB "
-        f"| {_median([f['nbytes'] for f in fits]) / 1e6:.0f} MB |\n"
-        for kind, fits in figures["fits"].items()
+        f"| {KINDS[kind].what} | {middle(kind, 'wall'):.1f} "
+        f"| {middle(kind, 'wall') / middle('memory', 'wall'):.2f} | {middle(kind, 'cpu'):.1f} "
+        f"| {middle(kind, 'budget') / 1e6:.0f} MB | {middle(kind, 'nbytes') / 1e6:.0f} MB |\n"
+        for kind in figures["fits"]
     )
     return (
         f"One fit of the same images with {figures['n_components']} directions, points and cells "
         f"at the same place; medians of {figures['rounds']} processes of each kind, in turns:\n\n"
-        "| points and cells | processor seconds | seconds | times memory | budget | memory more |"
-        f"\n|---|---|---|---|---|---|\n{rows}"
+        "| points and cells | seconds | times memory | processor seconds | budget | memory that a "
+        f"fit adds |\n|---|---|---|---|---|---|\n{rows}"
     )
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import numpy as np
 
 from packhorse.learn.bases import Array, exact_spectrum, leading_directions
 
-__all__ = ["Cuts", "Plane", "cut_sample", "leaves_of", "route", "split_threshold"]
+__all__ = ["Cuts", "Plane", "Router", "cut_sample", "leaves_of", "split_threshold"]
 
 _SMALLEST_SHARE = 0.25
 _PASSES = 4  # over a sample, for its first direction, from random ones
@@ -107,15 +107,38 @@ def leaves_of(cuts: Cuts) -> list[Cuts]:
     return leaves_of(cuts["low"]) + leaves_of(cuts["high"])
 
 
-def route(cuts: Cuts, points: Array) -> Array:
-    """The number of the leaf that each point belongs to."""
-    numbers = np.empty(len(points), np.int64)
-    waiting = [(cuts, np.arange(len(points)))]
-    while waiting:
-        node, members = waiting.pop()
-        if "leaf" in node:
-            numbers[members] = node["leaf"]
-            continue
-        low = points[members] @ node["direction"] <= node["threshold"]
-        waiting += [(node["low"], members[low]), (node["high"], members[~low])]
-    return numbers
+class Router:
+    """Sends points to the leaves of a tree of cuts, many at a time."""
+
+    def __init__(self, cuts: Cuts) -> None:
+        """Args:
+        cuts: the tree, with a cut at least.
+        """
+        inner: list[Cuts] = []
+        waiting = [cuts]
+        while waiting:
+            node = waiting.pop()
+            if "low" in node:
+                inner.append(node)
+                waiting += [node["high"], node["low"]]
+        numbers = {id(node): i for i, node in enumerate(inner)}
+        # Of both halves of each cut: the number of its cut, or ~n for leaf n.
+        self._halves = np.array(
+            [
+                [numbers.get(id(node[half]), ~node[half].get("leaf", 0)) for node in inner]
+                for half in ("low", "high")
+            ]
+        )
+        self._directions = np.stack([node["direction"] for node in inner])
+        self._thresholds = np.array([node["threshold"] for node in inner])
+
+    def route(self, points: Array) -> Array:
+        """The number of the leaf that each point belongs to."""
+        is_high = points @ self._directions.T > self._thresholds
+        found = np.zeros(len(points), np.int64)
+        inside = np.arange(len(points))
+        while len(inside):
+            at = found[inside]
+            found[inside] = self._halves[is_high[inside, at].astype(np.intp), at]
+            inside = inside[found[inside] >= 0]
+        return ~found

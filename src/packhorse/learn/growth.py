@@ -32,7 +32,7 @@ from packhorse.learn.bases import (
     leading_directions,
     wavelets_of,
 )
-from packhorse.learn.cells import Cuts, Plane, cut_sample, leaves_of, route, split_threshold
+from packhorse.learn.cells import Cuts, Plane, Router, cut_sample, leaves_of, split_threshold
 from packhorse.learn.nodes import Node, NodeTensors
 from packhorse.learn.notes import Notes
 from packhorse.learn.streaming import Piece, WideCell, nbytes_of, spectra_of
@@ -103,9 +103,11 @@ class Plan:
 
     @property
     def block_rows(self) -> int:
-        """Rows that are read at a time."""
+        """Rows that are read at a time: whole chunks of a piece, if there is room for one."""
         fitting = _BLOCK_NBYTES // (self.width * self.dtype.itemsize)
-        return max(min(self.piece_rows // _PIECE_BLOCKS, fitting), 1)
+        rows = max(min(self.piece_rows // _PIECE_BLOCKS, fitting), 1)
+        chunk = max(1, self.chunk_nbytes // (self.width * self.dtype.itemsize))
+        return rows - rows % chunk if rows > chunk else rows
 
     @property
     def found_nbytes(self) -> int:
@@ -149,6 +151,7 @@ class Growth:
     nodes: NodeTensors = field(init=False)
     notes: Notes = field(init=False)
     _moving: Generator[Array] | None = field(default=None, init=False)
+    _router: Router = field(init=False)
     _has_moved: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -200,7 +203,9 @@ class Growth:
         return f"{self.name}/part-{number}"
 
     def _read(self, leaf: Cuts, stop: int) -> Array:
-        return checked_rows(self._part(leaf)[:stop], 0, self.plan.dtype)
+        if leaf["part"] is not None:  # its points were checked when they were moved
+            return np.asarray(self._part(leaf)[:stop])
+        return checked_rows(self.source[:stop], 0, self.plan.dtype)
 
     def _wait_for_parts(self) -> None:
         """Waits until the points that were moved can be read."""
@@ -209,7 +214,8 @@ class Growth:
         self._has_moved = False
 
     def _blocks(self, leaf: Cuts, first: int = 0) -> Generator[Array]:
-        return blocks_of(self._part(leaf), first, self.plan.block_rows, self.plan.dtype)
+        dtype = self.plan.dtype if leaf["part"] is None else None
+        return blocks_of(self._part(leaf), first, self.plan.block_rows, dtype)
 
     def _drop(self, leaf: Cuts) -> None:
         if leaf["part"] is not None:
@@ -243,12 +249,13 @@ class Growth:
         leaf, pieces = item["cuts"], leaves_of(item["pieces"])
         if self._moving is None:
             self._moving = self._blocks(leaf, item["done"])
+            self._router = Router(item["pieces"])
         blocks: list[Array] = []
         numbers: list[Array] = []
         n_blocks = max(1, int(_MOVED * self.plan.piece_rows) // self.plan.block_rows)
         while item["done"] < leaf["n"] and len(blocks) < n_blocks:
             blocks.append(next(self._moving))
-            numbers.append(route(item["pieces"], blocks[-1]))
+            numbers.append(self._router.route(blocks[-1]))
             item["done"] += len(blocks[-1])
         for number, rows in _by_piece(blocks, np.concatenate(numbers)):
             piece = pieces[number]

@@ -196,7 +196,7 @@ def checked_rows(rows: Any, first: int | Array, dtype: Any) -> Array:
 
 
 def blocks_of(rows: Rows, first: int, block_rows: int, dtype: Any) -> Generator[Array]:
-    """All rows, in blocks of one size, checked and converted as by `checked_rows`.
+    """All rows, in blocks of one size.
 
     A tensor of a shelf reads the next rows while some are used. The blocks are the same as those of
     an array, so that all that is computed from them is the same bit for bit.
@@ -205,10 +205,10 @@ def blocks_of(rows: Rows, first: int, block_rows: int, dtype: Any) -> Generator[
         rows: a matrix.
         first: the row to begin with.
         block_rows: the rows of a block; the last one may have fewer.
-        dtype: to compute in.
+        dtype: to compute in, and for `checked_rows`; None for rows that were checked.
     """
     for block in _read_blocks(rows, first, block_rows):
-        yield checked_rows(block, first, dtype)
+        yield block if dtype is None else checked_rows(block, first, dtype)
         first += len(block)
 
 

@@ -131,6 +131,7 @@ class ShelfWriter:
         self._bundle: list[Callable[[], object]] = []
         self._chunk_rows: dict[str, int] = {}
         self._waiting: dict[str, Array] = {}
+        self._n_written: dict[str, int] = {}  # rows of matrices with rows that wait
         self._queue = BackgroundQueue[_Bundle](
             self._write, lambda: shelf.transaction(), _MAX_BUNDLES, "steps of a fit"
         )
@@ -164,17 +165,25 @@ class ShelfWriter:
             name: of the matrix.
             rows: as many columns as it has.
         """
-        together = np.concatenate([self._waiting.pop(name, rows[:0]), rows])
-        n_rest = len(together) % self._chunk_rows.get(name, 1)
-        if n_rest:
-            self._waiting[name] = together[-n_rest:].copy()
-        if n_rest < len(together):
-            self.append(name, together[: len(together) - n_rest])
+        waiting, n_written = self._waiting.pop(name, rows[:0]), self._n_written.get(name, 0)
+        n_whole = n_written + len(waiting) + len(rows)
+        n_whole -= n_whole % self._chunk_rows.get(name, 1)
+        if n_whole <= n_written:
+            self._waiting[name] = np.concatenate([waiting, rows])
+            return
+        n_now = n_whole - n_written - len(waiting)
+        self._append(name, np.concatenate([waiting, rows[:n_now]]))
+        if n_now < len(rows):
+            self._waiting[name] = rows[n_now:].copy()
+
+    def _append(self, name: str, rows: Array) -> None:
+        self.append(name, rows)
+        self._n_written[name] = self._n_written.get(name, 0) + len(rows)
 
     def settle(self) -> None:
         """Writes the rows that wait."""
         for name, rows in self._waiting.items():
-            self.append(name, rows)
+            self._append(name, rows)
         self._waiting.clear()
 
     def delete(self, name: str) -> None:
@@ -183,6 +192,7 @@ class ShelfWriter:
         Args:
             name: of the tensor.
         """
+        self._n_written.pop(name, None)
         self._bundle.append(lambda: self._shelf.__delitem__(name))
 
     def note(self, work: Callable[[Shelf], object]) -> None:
@@ -215,6 +225,7 @@ class ShelfWriter:
         """Forgets what is not written."""
         self._bundle = []
         self._waiting.clear()
+        self._n_written.clear()
         self._queue.drop()
 
     @staticmethod

@@ -7,6 +7,7 @@ filled up with zeros.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -429,8 +430,8 @@ class Unpacker:
 
         if self._threads == 1 or len(jobs) < _FEW:
             return [work(i) for i in range(len(jobs))]
-        sizes = [1 << 17] * len(jobs)
-        return map_tensors(work, sizes, self._threads)
+        size = math.prod(record.chunk) * dtype_of(record.dtype).itemsize
+        return map_tensors(work, [size] * len(jobs), self._threads)
 
     def _decode(self, record: TensorRecord, job: _Job, base: Stored | None) -> Stored:
         try:
