@@ -18,7 +18,7 @@ ALLOWED = {
     "gpu": {"common", "data", "codecs"},
     "shelf": {"common", "data", "codecs"},
     "learn": {"common", "data"},
-    "": {"common", "data", "codecs", "snapshots", "layers", "gpu", "shelf"},
+    "": {"common", "data", "codecs", "snapshots", "layers", "gpu", "shelf", "learn"},
 }
 
 
