@@ -208,7 +208,7 @@ def blocks_of(rows: Rows, first: int, block_rows: int, dtype: Any) -> Generator[
         dtype: to compute in, and for `checked_rows`; None for rows that were checked.
     """
     for block in _read_blocks(rows, first, block_rows):
-        yield block if dtype is None else checked_rows(block, first, dtype)
+        yield np.asarray(block) if dtype is None else checked_rows(block, first, dtype)
         first += len(block)
 
 
