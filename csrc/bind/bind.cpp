@@ -28,6 +28,7 @@
 #include "common/exit_code.hpp"
 #include "common/gather.hpp"
 #include "common/mapping.hpp"
+#include "common/moments.hpp"
 #include "tensor/estimate.hpp"
 #include "tensor/plan.hpp"
 #include "tensor/zstd_frame.hpp"
@@ -244,6 +245,21 @@ void gather_rows_at(Addresses sources, WritableBytes dst) {
     gather_rows(sources.data(), n, dst.size() / n, dst.data());
 }
 
+// Adds rows to the mean and the squared deviations of the `count` rows before them.
+void add_rows_to_moments(Doubles mean, Doubles squares, const std::vector<Floats>& rows,
+                         std::size_t count) {
+    require(squares.size() == mean.size(), "squares must be as long as mean");
+    std::vector<const float*> pointers;
+    for (const Floats& row : rows) {
+        require(row.size() == mean.size(), "each row must be as long as mean");
+        pointers.push_back(row.data());
+    }
+    const Isa isa = choose_isa();
+    const ReleasedGil released(mean.size() * sizeof(double) * rows.size());
+    add_to_moments(pointers.data(), pointers.size(), mean.size(), count, mean.data(),
+                   squares.data(), isa);
+}
+
 void will_need_all(const std::vector<Bytes>& ranges) {
     for (const Bytes& range : ranges) will_need(range.data(), range.size());
 }
@@ -333,6 +349,8 @@ NB_MODULE(_core, m) {
     m.def("copy_with_leaves", &copy_with_leaves, "src"_a, "dst"_a.noconvert(),
           "leaves"_a.noconvert());
     m.def("gather_rows", &gather_rows_at, "sources"_a, "dst"_a.noconvert());
+    m.def("add_to_moments", &add_rows_to_moments, "mean"_a.noconvert(), "squares"_a.noconvert(),
+          "rows"_a, "count"_a);
     m.def("will_need", &will_need_all, "ranges"_a);
     m.def("plan_chunks", &plan_chunks, "payload"_a, "table"_a, "geometry"_a);
     m.def("zstd_frame_nbytes", &zstd_frame_nbytes_of, "src"_a, "header_nbytes"_a, "has_checksum"_a);

@@ -117,9 +117,8 @@ struct OutputArgument {
                 "payload is too small");
         EncodeOutput output{payload.data(), table.data(),
                             checked_leaves(leaves, geometry.nbytes())};
-        if (!context.base) return output;
-        require(base_leaves.has_value(), "the leaves of a base need memory, too");
-        output.base_leaves = checked_leaves(*base_leaves, context.base->data.size());
+        if (context.base && base_leaves)
+            output.base_leaves = checked_leaves(*base_leaves, context.base->data.size());
         return output;
     }
 };

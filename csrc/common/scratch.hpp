@@ -1,7 +1,8 @@
 // Scratch memory that outlives the call it was taken for.
 // New memory costs a page fault for every page, which takes about ten microseconds in a virtual
-// machine. So up to eight blocks of 2 MiB that calls have used are kept for later calls. Nothing
-// here is locked, so a fork never finds a lock taken.
+// machine. So up to eight blocks that calls have used are kept for later calls. A block has room
+// for the differences of a chunk of 1 MiB; what a call does not touch of it takes no memory.
+// Nothing here is locked, so a fork never finds a lock taken.
 #pragma once
 
 #include <atomic>
@@ -46,7 +47,7 @@ class Scratch {
     };
 
     static constexpr std::align_val_t kAlignment{64};
-    static constexpr std::size_t kBlockNbytes = 2 << 20;
+    static constexpr std::size_t kBlockNbytes = 6 << 20;
     static constexpr std::size_t kMaxIdle = 8;
     // With memory checkers, each piece has exactly its own length.
 #if defined(__SANITIZE_ADDRESS__) || defined(PACKHORSE_EXACT_SCRATCH)

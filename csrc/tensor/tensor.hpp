@@ -141,7 +141,7 @@ struct EncodeOutput {
     uint8_t* payload;  // room for round_up(nbytes, 64) bytes
     uint32_t* table;   // a row for each chunk
     ContentLeaves leaves;
-    ContentLeaves base_leaves = {};  // of all bytes of the base, if there is one
+    ContentLeaves base_leaves = {};  // of all bytes of the base; null if nobody changes the base
 };
 
 // A chunk of a tensor, before it is encoded.
@@ -167,24 +167,30 @@ inline bool take_in_same(const EncodeJob& job, const uint8_t* base, std::size_t 
 
 // Tries to encode a chunk as differences from the base. Returns whether that saved bytes. If it
 // did, `nbytes` is the length of the stream, otherwise the chunk's units are in the worker's
-// memory. Either way, the leaves of the base are hashed.
+// memory. Either way, the leaves of the base are hashed, unless the base does not change.
 inline bool encode_from_base(const EncodeJob& job, const Geometry& geometry,
                              const EncodeContext& context, EncodeWorker& worker, uint8_t* to,
                              std::size_t& nbytes, Isa isa) {
     const Base& base = context.base;
     const uint32_t unit = geometry.spec.unit_nbytes;
     const std::size_t base_unit = base.cast == Cast::kNone ? unit : 4;
-    const ContentLeaves leaves = job.base_leaves.from(job.first * base_unit);
+    const bool is_fixed = job.base_leaves.digests == nullptr;
+    const ContentLeaves leaves =
+        is_fixed ? ContentLeaves{} : job.base_leaves.from(job.first * base_unit);
     nbytes = 0;
     if (base.cast == Cast::kNone &&
         take_in_same(job, base.at(job.first, unit), job.n * unit, isa)) {
-        copy_leaves(job.leaves, job.n * unit, leaves);
+        if (!is_fixed) copy_leaves(job.leaves, job.n * unit, leaves);
         return true;
     }
     uint8_t* const source = worker.delta.source;
     take_in(job.src, job.n * unit, source, job.leaves, isa);
-    take_in_base(base, job.first, job.n, unit, worker.delta.base, leaves, isa);
-    return encode_delta(source, worker.delta.base, job.n, unit, base.is_float,
+    const uint8_t* units = worker.delta.base;
+    if (is_fixed)
+        units = chunk_base(base, job.first, job.n, unit, worker.delta.base, isa);
+    else
+        take_in_base(base, job.first, job.n, unit, worker.delta.base, leaves, isa);
+    return encode_delta(source, units, job.n, unit, base.is_float,
                         scale_bytes(context.plain_nbytes, job.n, geometry.n_units), context.level,
                         worker.delta, worker.scratch.words, worker.scratch.escapes,
                         *worker.scratch.tables, to, nbytes, isa);

@@ -14,6 +14,8 @@ _Elements = NDArray[np.uint16]  # (rows, columns)
 _Planes = NDArray[np.uint8]  # (rows, bytes of a row)
 _Numbers = NDArray[np.int32]
 _Addresses = NDArray[np.uint64]
+_Floats = NDArray[np.float32]
+_Doubles = NDArray[np.float64]
 
 # Instruction sets are 0 portable, 1 AVX2, 2 AVX-512, 3 with VBMI2: the best of this machine, and
 # the one that is used. `best` is for tests: what the machine is taken to have.
@@ -81,7 +83,8 @@ class EncodeContext:
     ) -> None: ...
 
 class EncodeOutput:
-    """Where the encoder of a tensor writes."""
+    """Where the encoder of a tensor writes. Without `base_leaves`, nothing may change the base
+    meanwhile."""
 
     def __init__(
         self, payload: _Bytes, table: _Table, leaves: _Bytes, base_leaves: _Bytes | None
@@ -124,6 +127,7 @@ def crc32c(src: _Bytes | bytes) -> int: ...
 def leaf_digests(src: _Bytes, digests: _Bytes, threads: int) -> None: ...
 def copy_with_leaves(src: _Bytes, dst: _Bytes, leaves: _Bytes) -> None: ...
 def gather_rows(sources: _Addresses, dst: _Bytes) -> None: ...
+def add_to_moments(mean: _Doubles, squares: _Doubles, rows: list[_Floats], count: int) -> None: ...
 def will_need(ranges: list[memoryview]) -> None: ...
 def plan_chunks(
     payload: _Bytes, table: _Table, geometry: Geometry

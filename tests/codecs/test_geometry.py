@@ -108,7 +108,7 @@ def encode(**changes: object) -> int:
         ({"payload": np.zeros(SIZE - 64, np.uint8)}, "payload is too small"),
         ({"table": np.zeros((2, 3), np.uint32)}, "a row for each chunk"),
         ({"leaves": np.zeros(16, np.uint8)}, "leaves must have"),
-        ({"base_leaves": None}, "leaves of a base"),
+        ({"base_leaves": np.zeros(16, np.uint8)}, "leaves must have"),
         ({"base": _core.Base(np.zeros(SIZE, np.uint8), True, 1)}, "as many units"),
         ({"base": _core.Base(np.zeros(2 * SIZE, np.uint8), False, 1)}, "are cast"),
         ({"side": _core.Side(np.zeros(9, np.uint8), 3)}, "a byte for each row"),

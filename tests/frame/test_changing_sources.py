@@ -191,6 +191,26 @@ def test_a_known_base_is_compared_with_its_hash() -> None:
         compress_buffer(data, "BF16", (50_000,), base=data, base_hash=other)
 
 
+@pytest.mark.parametrize("base_dtype", ["BF16", "F32"])
+def test_a_fixed_base_gives_the_same_frame(base_dtype: str) -> None:
+    """Also where chunks equal the base, and where its values are rounded."""
+    numel = 1_300_000  # three chunks
+    wide = np.frombuffer(make_data("weights", "F32", numel), np.uint32)
+    base = wide if base_dtype == "F32" else (wide >> 16).astype(np.uint16)
+    data = (wide >> 16).astype(np.uint16) + (np.arange(numel) > numel // 2)
+    data = data.astype(np.uint16)
+    pack = partial(
+        compress_buffer, data, "BF16", (numel,), base=base, base_dtype=base_dtype,
+        base_hash=content_hash(base),
+    )  # fmt: skip
+    frame = pack(base_is_fixed=True)
+    assert frame.to_bytes() == pack().to_bytes()
+    assert frame.base_hash == content_hash(base)
+    out = np.empty_like(data)
+    frame.decompress_into(out, base=base)
+    assert np.array_equal(out, data)
+
+
 @pytest.mark.parametrize("nbytes", [0, 1, 240, 241, 1025, 4096, 4100, 262144, 262145, 700_003])
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_copy_has_the_hash_of_its_bytes(nbytes: int, isa: str) -> None:

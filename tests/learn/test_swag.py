@@ -6,12 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from codec_battery import ISAS, forced
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from packhorse.disk import Shelf, ShelfTensor
 from packhorse.errors import ClosedError, CompatibilityError
 from packhorse.learn import SWAG
+from packhorse.learn.moments import Moments
 
 
 @pytest.fixture
@@ -69,6 +71,33 @@ def test_moments_are_those_of_the_rows(shelf: Shelf, n: int) -> None:
     np.testing.assert_array_equal(np.asarray(shelf["swag/rows"]), rows)
     np.testing.assert_allclose(np.asarray(shelf["swag/mean"]), rows.mean(0), rtol=1e-14)
     assert not swag.variance()["0.weight"].requires_grad
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_sums_are_those_of_welford_on_every_path(isa: str) -> None:
+    """Bit for bit, for rows one by one or together, and for NaN and infinities."""
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((7, 2500)).astype(np.float32)
+    rows[2, 5], rows[3, 6] = np.nan, np.inf
+    mean, squares = np.zeros(2500), np.zeros(2500)
+    with np.errstate(invalid="ignore"):
+        for count, row in enumerate(rows, 1):
+            delta = row - mean
+            mean += delta * (1 / count)
+            squares += delta * delta * ((count - 1) / count)
+    with forced(isa):
+        found = Moments(0, np.zeros(2500), np.zeros(2500))
+        found.add(rows[0])
+        found.add(*rows[1:])
+    assert found.count == 7
+    np.testing.assert_array_equal(found.mean, mean)
+    np.testing.assert_array_equal(found.squares, squares)
+
+
+def test_sums_of_rows_of_another_length_are_refused() -> None:
+    moments = Moments(0, np.zeros(5), np.zeros(5))
+    with pytest.raises(ValueError, match="as long as mean"):
+        moments.add(np.zeros(4, np.float32))
 
 
 def test_the_variance_of_iterates_close_together_keeps_its_digits(shelf: Shelf) -> None:

@@ -34,11 +34,24 @@ def runs(x: ShelfTensor, nbytes: int | None = RUN_NBYTES) -> Iterator[np.ndarray
 def test_runs_of_every_length(shelf: Shelf, nbytes: int | None) -> None:
     found = list(runs(shelf["x"], nbytes))
     assert np.array_equal(np.concatenate(found), ARRAY)
-    assert all(block.flags.writeable and block.flags.owndata for block in found)
+    assert all(block.flags.writeable for block in found)
+    assert not any(map(np.shares_memory, found, found[1:]))
     if nbytes and nbytes > 4080:
         assert all(block.nbytes <= nbytes and len(block) % 17 == 0 for block in found[:-1])
     if nbytes == 1:
         assert len(found) == 1000
+
+
+def test_memory_of_a_run_is_used_again_once_nothing_refers_to_it(shelf: Shelf) -> None:
+    kept, places = [], set()
+    for i, block in enumerate(runs(shelf["x"])):
+        places.add(block.ctypes.data)
+        if i in (0, 3):  # a part of a run keeps all of it
+            kept.append((i * 85, block[10:20, ::3].T))
+        del block
+    assert 3 <= len(places) <= 6  # of 12 runs
+    for start, part in kept:
+        assert np.array_equal(part.T, ARRAY[start + 10 : start + 20, ::3])
 
 
 def test_tensors_without_rows_or_elements(shelf: Shelf) -> None:

@@ -32,7 +32,8 @@ class Payload(NamedTuple):
         table: a row for each chunk.
         nbytes: bytes of all chunks.
         content_hash: the content hash of the bytes that were encoded.
-        base_hash: the content hash of the bytes of the base that were used; empty if there is none.
+        base_hash: the content hash of the bytes of the base that were used; empty if there is no
+            base, or if nobody changes it.
     """
 
     table: Table
@@ -47,7 +48,13 @@ class Payload(NamedTuple):
 
 
 def encode_payload(
-    source: Source, plan: Plan, base: Base | None, dst: ByteArray, threads: int
+    source: Source,
+    plan: Plan,
+    base: Base | None,
+    dst: ByteArray,
+    threads: int,
+    *,
+    base_is_fixed: bool = False,
 ) -> Payload:
     """Encodes a tensor.
 
@@ -57,11 +64,12 @@ def encode_payload(
         base: the tensor that chunks may be differences from; None for no base.
         dst: memory for the chunks.
         threads: how many to use.
+        base_is_fixed: whether nothing changes the base meanwhile, so that it need not be hashed.
     """
     data, geometry = source.data, plan.geometry
     table = np.empty((geometry.n_chunks, 1 + geometry.n_planes), np.uint32)
     leaves = empty_leaves(data.size)
-    base_leaves = None if base is None else empty_leaves(base.data.size)
+    base_leaves = None if base is None or base_is_fixed else empty_leaves(base.data.size)
     if plan.zstd:
         nbytes = encode_zstd(data, plan, dst, table, leaves, threads)
     else:

@@ -67,6 +67,7 @@ def compress_buffer(
     base: Buffer | None = None,
     base_dtype: str | None = None,
     base_hash: bytes | None = None,
+    base_is_fixed: bool = False,
     like: Plan | None = None,
 ) -> Frame:
     """Packs the bytes of one tensor.
@@ -87,6 +88,8 @@ def compress_buffer(
         base_dtype: the base's dtype, if it differs: "F32" for a tensor of "BF16" or "F16", which
             may hold the base's values, rounded.
         base_hash: the content hash of `base`, if the caller knows it; otherwise it is computed.
+        base_is_fixed: whether nothing can have changed the base since `base_hash` was computed.
+            The frame then names the base by that hash without reading all of it once more.
         like: the plan of another frame, whose tensor had the same dtype, size and level and like
             values. It is used again, which saves the time for a plan, if it can be: it must have no
             base and no side data. A plan that does not suit the values makes a longer frame.
@@ -133,7 +136,10 @@ def compress_buffer(
         len(shape), geometry.n_chunks, geometry.n_planes, len(side.stream),
         has_base=base_row is not None,
     )  # fmt: skip
-    payload = encode_payload(source, plan, base_units, memory[header_nbytes:], n_threads)
+    is_fixed = base_is_fixed and base_hash is not None
+    payload = encode_payload(
+        source, plan, base_units, memory[header_nbytes:], n_threads, base_is_fixed=is_fixed
+    )
     base_name = None
     if base_units is not None and base_row is not None:
         if not payload.has_delta:
@@ -141,12 +147,13 @@ def compress_buffer(
             return compress_buffer(
                 data, dtype, shape, level=level, threads=threads, out=out, name=name
             )
-        if payload.base_hash != (base_hash or content_hash(base_units.data, threads=n_threads)):
+        found = payload.base_hash or base_hash or b""
+        if found != (base_hash or content_hash(base_units.data, threads=n_threads)):
             raise ChangedError(
                 f"{label(name)}its base changed while the tensor was packed against it; pack when "
                 "nothing writes to it"
             )
-        base_name = BaseName(payload.base_hash, base_row)
+        base_name = BaseName(found, base_row)
     header = FrameHeader(
         row, shape, geometry, int(plan.level), payload.content_hash, header_nbytes,
         header_nbytes + payload.nbytes, payload.table, side.n_row_dims,

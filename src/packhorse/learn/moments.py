@@ -14,13 +14,12 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from packhorse import _core
+
 __all__ = ["Moments", "Row", "Wide"]
 
 Row: TypeAlias = NDArray[np.float32]
 Wide: TypeAlias = NDArray[np.float64]
-
-# Elements that are handled at once: all that is touched for them stays in the processor's cache.
-_BLOCK = 1 << 15
 
 
 class Moments:
@@ -46,19 +45,7 @@ class Moments:
         Args:
             rows: the rows.
         """
-        n = len(self.mean)
-        deltas, shares = np.empty(min(n, _BLOCK)), np.empty(min(n, _BLOCK))
-        for start in range(0, n, _BLOCK):
-            block = slice(start, start + _BLOCK)
-            mean, squares = self.mean[block], self.squares[block]
-            delta, share = deltas[: len(mean)], shares[: len(mean)]
-            for count, row in enumerate(rows, self.count + 1):
-                np.subtract(row[block], mean, out=delta)
-                np.multiply(delta, 1 / count, out=share)
-                mean += share
-                delta *= delta
-                delta *= (count - 1) / count  # delta * (row - the new mean)
-                squares += delta
+        _core.add_to_moments(self.mean, self.squares, list(rows), self.count)
         self.count += len(rows)
 
     def variance(self) -> Wide:

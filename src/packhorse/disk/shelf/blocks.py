@@ -1,9 +1,14 @@
-"""Runs of rows, of which the next one is read while one is used."""
+"""Runs of rows, of which the next one is read while one is used.
+
+New memory costs more than decoding to it: the system clears each page. So the memory of a run that
+nothing refers to any more is used again for the runs after the next.
+"""
 
 from __future__ import annotations
 
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,6 +25,8 @@ from packhorse.disk.shelf.session import Session
 from packhorse.disk.shelf.versions import State
 
 __all__ = ["read_blocks"]
+
+_MAX_FREE = 2  # runs whose memory waits to be used again
 
 
 def read_blocks(
@@ -45,14 +52,14 @@ def read_blocks(
             state = State(txn, held.head, held.head.epoch, session.settings.known, "")
             epoch = state.epoch if tag is None else session.find_tag(state, tag).epoch
             record = session.checked(state.at(epoch).entry(name), name, tag)
-        runs = _runs(record, nbytes)
+        runs, memory = _runs(record, nbytes), _Memory()
 
         def work(rows: range) -> Array:
             with session.folder.using(held) as txn:
                 label, known = str(session.path), session.settings.known
                 state = State(txn, held.head, epoch, known, label)
                 chunks = StateChunks(state, session.settings, f"{label}: {name!r}")
-                return _read(record, chunks, rows)
+                return _read(record, chunks, rows, memory)
 
         ahead, has_pool = None, not session.folder.holds
         pid = os.getpid()
@@ -70,6 +77,7 @@ def _blocks_of_changes(
     session: Session, name: str, nbytes: int, changes: Changes
 ) -> Iterator[tuple[str, Array]]:
     """The runs that a transaction sees, each with what was written before it is read."""
+    memory = _Memory()
     for rows in _runs(session.record(name, None), nbytes):
         if session.seen() is not changes:
             raise RuntimeError(
@@ -80,7 +88,7 @@ def _blocks_of_changes(
             there = range(rows.start, min(rows.stop, record.shape[0]))
             if rows and not there:
                 return
-            block = _read(record, chunks, there)
+            block = _read(record, chunks, there, memory)
         yield record.dtype, block
 
 
@@ -103,10 +111,38 @@ def _runs(record: TensorRecord, nbytes: int) -> list[range]:
     return [range(start, min(start + step, n_rows)) for start in range(0, n_rows, step)]
 
 
-def _read(record: TensorRecord, chunks: Chunks, rows: range) -> Array:
-    out: Any = np.empty((len(rows), *record.shape[1:]), dtype_of(record.dtype))
+def _read(record: TensorRecord, chunks: Chunks, rows: range, memory: _Memory) -> Array:
+    out: Any = memory.array((len(rows), *record.shape[1:]), dtype_of(record.dtype))
     if out.size:
         flat = out.reshape(len(rows), -1)
         read_rows(chunks, record, rows, 0, flat.shape[1], flat)
     block: Array = out
     return block
+
+
+class _Memory:
+    """Memory for runs of one length, a few at a time."""
+
+    def __init__(self) -> None:
+        """Has no memory."""
+        self._free: deque[Array] = deque(maxlen=_MAX_FREE)
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """An array with any content. Its memory comes back when nothing refers to it."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        memory = self._free.pop() if self._free else np.empty(0, np.uint8)
+        if memory.nbytes < nbytes:
+            memory = np.empty(nbytes, np.uint8)
+        array: Array = np.asarray(_Lent(memory, self._free))[:nbytes].view(dtype).reshape(shape)
+        return array
+
+
+class _Lent:
+    """Memory that an array is made of, and all views of that array; it goes back with the last."""
+
+    def __init__(self, memory: Array, free: deque[Array]) -> None:
+        self._memory, self._free = memory, free
+        self.__array_interface__ = memory.__array_interface__
+
+    def __del__(self) -> None:
+        self._free.append(self._memory)

@@ -431,13 +431,13 @@ class Changes:
     def _pack(self, jobs: list[_Job]) -> None:
         bases = self._bases_of(jobs)
 
-        def work(job: _Job) -> Packed:
+        def work(job: _Job, threads: int) -> Packed:
             tensor, number, slot = job
             found = bases.get((tensor, number))
             base = None if found is None else found[1]
-            settings = self._settings
+            record, settings = self._records[tensor], self._settings
             return pack_chunk(
-                self._records[tensor], content_of(slot), settings.level, base, settings.planner
+                record, content_of(slot), settings.level, base, settings.planner, threads
             )
 
         for at in range(0, len(jobs), _AT_ONCE):
@@ -538,6 +538,6 @@ class Changes:
             self._new.drop()
 
 
-def _work_on(work: Callable[[_Job], Packed], jobs: list[_Job], i: int, _: int) -> Packed:
+def _work_on(work: Callable[[_Job, int], Packed], jobs: list[_Job], i: int, threads: int) -> Packed:
     """Pack the chunk of an index, as `map_tensors` asks."""
-    return work(jobs[i])
+    return work(jobs[i], threads)

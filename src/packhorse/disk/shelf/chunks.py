@@ -45,7 +45,7 @@ __all__ = [
 Array: TypeAlias = NDArray[Any]
 _USES_OF_PLAN, _LONGER, _MAX_PLANS, _MAX_TABLES = 31, 1.2, 1024, 64
 _MAX_OF_TABLE = 1 << 20  # chunks: 8 MiB of addresses
-_FEW = 4  # chunks that one thread decodes as fast as several
+_FEW_NBYTES = 1 << 19  # of chunks that one thread decodes as fast as several
 
 
 @cache
@@ -172,7 +172,12 @@ class Planner:
 
 
 def pack_chunk(
-    record: TensorRecord, chunk: Array, level: Level, base: Stored | None, planner: Planner
+    record: TensorRecord,
+    chunk: Array,
+    level: Level,
+    base: Stored | None,
+    planner: Planner,
+    threads: int = 1,
 ) -> Packed:
     """Pack a chunk.
 
@@ -182,6 +187,7 @@ def pack_chunk(
         level: how hard to try.
         base: the chunk to code it against; None for none.
         planner: knows the plans of the chunks before.
+        threads: how many to use.
 
     Returns:
         The frame; without a base if the base does not help.
@@ -197,13 +203,13 @@ def pack_chunk(
         frame = planner.pack(
             (record.id, data.size),
             lambda plan: compress_buffer(
-                data, record.dtype, shape, level=level, threads=1, like=plan
+                data, record.dtype, shape, level=level, threads=threads, like=plan
             ),
         )
     else:
         frame = compress_buffer(
-            data, record.dtype, shape, level=level, threads=1, base=_bytes_of(base.data),
-            base_hash=base.content_hash,
+            data, record.dtype, shape, level=level, threads=threads, base=_bytes_of(base.data),
+            base_hash=base.content_hash, base_is_fixed=True,
         )  # fmt: skip
     return Packed(frame.to_bytes(), frame.content_hash, frame.base_hash is not None)
 
@@ -425,15 +431,15 @@ class Unpacker:
     def _decode_each(
         self, record: TensorRecord, jobs: list[_Job], bases: dict[int, Stored]
     ) -> list[Stored]:
-        def work(i: int, _: int = 1) -> Stored:
-            return self._decode(record, jobs[i], bases.get(jobs[i].record.base))
+        def work(i: int, threads: int = 1) -> Stored:
+            return self._decode(record, jobs[i], bases.get(jobs[i].record.base), threads)
 
-        if self._threads == 1 or len(jobs) < _FEW:
-            return [work(i) for i in range(len(jobs))]
         size = math.prod(record.chunk) * dtype_of(record.dtype).itemsize
+        if self._threads == 1 or size * len(jobs) < _FEW_NBYTES:
+            return [work(i) for i in range(len(jobs))]
         return map_tensors(work, [size] * len(jobs), self._threads)
 
-    def _decode(self, record: TensorRecord, job: _Job, base: Stored | None) -> Stored:
+    def _decode(self, record: TensorRecord, job: _Job, base: Stored | None, threads: int) -> Stored:
         try:
             frame = Frame.from_buffer(job.record.frame)
             if job.pointer.check not in (b"", frame.content_hash[:4]):
@@ -447,7 +453,7 @@ class Unpacker:
             else:
                 if base is not None and base.content_hash != frame.base_hash:
                     raise CorruptionError("the chunk that it is a delta against has other content")
-                data = _decoded(frame, record, base, job.out)
+                data = _decoded(frame, record, base, job.out, threads)
         except BaseMismatchError as error:
             raise CorruptionError(
                 f"{self._label}: {_place(record, job.number, job.pointer)}: {error}"
@@ -492,7 +498,9 @@ def _patched(record: TensorRecord, patch: ChunkRecord, base: Stored | None) -> A
     return data
 
 
-def _decoded(frame: Frame, record: TensorRecord, base: Stored | None, out: Array | None) -> Array:
+def _decoded(
+    frame: Frame, record: TensorRecord, base: Stored | None, out: Array | None, threads: int = 1
+) -> Array:
     """The elements of a chunk, in `out` if that is given."""
     dtype = dtype_of(record.dtype)
     fits = out is not None and frame.numel <= out.size and DTYPE_BY_NAME[record.dtype].bits >= 8
@@ -502,7 +510,7 @@ def _decoded(frame: Frame, record: TensorRecord, base: Stored | None, out: Array
         resolve_framework("np").fill(
             data,
             lambda memory: frame.decompress_into(
-                memory, threads=1, base=data_base, base_hash=base and base.content_hash
+                memory, threads=threads, base=data_base, base_hash=base and base.content_hash
             ),
         )
     if out is None:

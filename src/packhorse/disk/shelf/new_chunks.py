@@ -8,7 +8,7 @@ writer.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 from packhorse.disk.shelf.chunks import Array, Cache, Packed, Stored, Unpacker, stored
@@ -100,8 +100,8 @@ class NewChunks:
 
     def _kept(self, slot: Slot) -> Array | None:
         """The elements of a chunk, if they are to be kept for the cache."""
-        data, most = slot.data, self._settings.cache.max_nbytes // 4
-        if data is None or not slot.is_own or self._kept_nbytes + data.nbytes > most:
+        data = slot.data
+        if data is None or not slot.is_own or not self._has_room(data.nbytes):
             return None
         data.flags.writeable = False
         self._kept_nbytes += data.nbytes
@@ -160,9 +160,20 @@ class NewChunks:
         def find(wanted: Sequence[int]) -> list[ChunkRecord]:
             return [self._find(state, number) for number in wanted]
 
-        beside = _Beside(self._settings.cache, self._first)
+        beside = _Beside(self._settings.cache, self._first, self._keep)
         unpacker = Unpacker(beside, find, self._settings.threads, label)
         return unpacker.load(record, [-1] * len(numbers), list(map(self.pointer, numbers)))
+
+    def _keep(self, number: int, data: Array) -> None:
+        """Keep the elements of a chunk that was decoded: it may be the keyframe of the next rows,
+        too."""
+        new = self._new.get(number)
+        if new is not None and new.kept is None and self._has_room(data.nbytes):
+            self._kept_nbytes += data.nbytes
+            new.kept = data
+
+    def _has_room(self, nbytes: int) -> bool:
+        return self._kept_nbytes + nbytes <= self._settings.cache.max_nbytes // 4
 
     def _find(self, state: State, number: int) -> ChunkRecord:
         new = self._new.get(number)
@@ -242,9 +253,18 @@ def delete_unused_chunks(txn: Txn, head: Head, used: Container[int] = ()) -> Non
 class _Beside(Cache):
     """A cache to look up committed chunks in, which takes none that are not committed."""
 
-    def __init__(self, cache: Cache, next_chunk: int) -> None:
+    def __init__(self, cache: Cache, next_chunk: int, keep: Callable[[int, Array], None]) -> None:
+        """Args:
+        cache: with the committed chunks.
+        next_chunk: the number of the first chunk that is not committed.
+        keep: takes such chunks, when they are decoded.
+        """
         super().__init__(0)
-        self._cache, self._next_chunk = cache, next_chunk
+        self._cache, self._next_chunk, self._keep = cache, next_chunk, keep
+
+    def put(self, number: int, chunk: Stored) -> None:
+        if number >= self._next_chunk:
+            self._keep(number, chunk.data)
 
     def get(self, numbers: Sequence[int]) -> list[Stored | None]:
         found = self._cache.get(numbers)
