@@ -463,6 +463,14 @@ class ShelfTensor:
         writes = 0 if changes is None else changes.n_writes
         return str(session.path.absolute()), self.name, self.tag, place, writes
 
+    def __copy__(self) -> ShelfTensor:
+        """Another handle of the same tensor; without this, one of a shelf opened for reading."""
+        return ShelfTensor(self._session, self.name, self._framework, self.tag)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShelfTensor:
+        """As `copy.copy`: a handle holds no elements."""
+        return self.__copy__()
+
     def __reduce__(self) -> tuple[Any, ...]:
         """For another process: it opens the shelf for reading there."""
         path = str(self._session.path.absolute())
