@@ -1,5 +1,6 @@
 """Tensors of a shelf as arrays to others: Dask, scikit-learn and NumPy."""
 
+import copy
 import os
 import pickle
 from collections.abc import Iterator
@@ -194,3 +195,19 @@ def test_a_pickled_tensor_reads_what_is_committed(shelf: Shelf, x: ShelfTensor) 
     assert (again[0] == 7).all()
     with pytest.raises(PermissionError):
         again[0] = 8
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_is_a_handle_of_the_same_open_shelf(shelf: Shelf, copied: Any) -> None:
+    """It may write, and sees what a transaction has written, unlike a tensor that was pickled."""
+    shelf.tag("then")
+    again = copied(shelf["x"])
+    with shelf.transaction():
+        shelf["x"][0] = 7
+        assert (again[0] == 7).all()
+        again[1] = 8
+    assert (shelf["x"][1] == 8).all()
+    then = copied(shelf.at("then")["x"])
+    assert (then.tag, then.name) == ("then", "x")
+    np.testing.assert_array_equal(then[:2], X[:2])
+    assert copied([shelf["y"].as_framework("pt")])[0][:3].tolist() == Y[:3].tolist()

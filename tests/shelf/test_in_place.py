@@ -256,3 +256,56 @@ def test_a_tensor_that_is_larger_than_the_budget(tmp_path: Path, *, by_columns: 
         assert appended < 48 << 20, appended
         assert changed < (96 if by_columns else 64) << 20, changed
         assert read < 16 << 20, read
+
+
+# Multiplication by a matrix.
+
+
+@pytest.mark.parametrize(
+    "shape", [(7, 4), (5_000, 70), (3, 5, 4), (0, 4), (2, 70_000, 64)], ids=str
+)
+def test_a_matrix_multiplies_all_rows(shelf: Shelf, shape: tuple[int, ...]) -> None:
+    """Also where a row has more bytes than a block; without this, `x` would become an array."""
+    array = array_of(shape, "float32")
+    matrix = np.roll(np.eye(shape[-1], dtype="float32"), 1, axis=1) * 2
+    x = shelf.create("product", shape, "float32", replace=True)
+    x[...] = array
+    n_commits, handle = shelf.info().n_commits, x
+    x @= matrix
+    assert x is handle
+    assert shelf.info().n_commits == n_commits + (array.size > 0)
+    array @= matrix
+    np.testing.assert_array_equal(x.numpy(), array)
+    shelf["product"] @= shelf_of(shelf, matrix)
+    np.testing.assert_array_equal(x.numpy(), array @ matrix)
+
+
+def shelf_of(shelf: Shelf, matrix: np.ndarray) -> Any:
+    shelf["matrix"] = matrix
+    return shelf["matrix"]
+
+
+def test_matrices_that_do_not_fit(shelf: Shelf) -> None:
+    shelf["x"], shelf["line"] = np.arange(12).reshape(3, 4), np.arange(4)
+    x = shelf["x"]
+    for matrix in (np.ones((4, 3), int), np.ones(4, int), 2, np.ones((3, 4, 4), int), None):
+        with pytest.raises(ValueError, match="it needs a square matrix for its last axis"):
+            x @= matrix
+    with pytest.raises(ValueError, match=r"'line' of shape \(4,\) cannot be multiplied in place"):
+        shelf["line"] @= np.eye(4)
+    with pytest.raises(TypeError, match="Cannot cast ufunc 'matmul' output"):
+        x @= np.eye(4)
+    shelf.tag("multiplied")
+    then = shelf.at("multiplied")["x"]
+    with pytest.raises(PermissionError):
+        then @= np.eye(4, dtype=int)
+    x @= (2 * np.eye(4, dtype=int)).tolist()
+    np.testing.assert_array_equal(x.numpy(), 2 * np.arange(12).reshape(3, 4))
+
+
+def test_a_matrix_of_pytorch(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    with Shelf(tmp_path / "pt.shelf", framework="pt") as shelf:
+        shelf["x"] = torch.arange(6, dtype=torch.bfloat16).reshape(3, 2)
+        shelf["x"] @= torch.tensor([[0, 1], [2, 0]], dtype=torch.bfloat16)
+        assert shelf["x"].torch().tolist() == [[2, 0], [6, 2], [10, 4]]

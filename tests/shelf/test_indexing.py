@@ -206,6 +206,29 @@ def test_objects_that_stand_for_integers(shelf: Shelf) -> None:
     assert shelf["x"][2, 2] == -1
 
 
+EMPTY = [
+    [], (), range(0), (slice(None), []), (..., []), ([], []), ([], [], []), (1, []), ([0, 1], [[]]),
+    ([[]], slice(1)), (slice(None), range(0)), (slice(None), (), 1), (None, []), ([], 1, [1]),
+    ([True, False, True], [], 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("index", EMPTY, ids=repr)
+def test_empty_lists_select_nothing(shelf: Shelf, index: Any) -> None:
+    """NumPy makes an empty list to an array of floats, but takes it for one of integers here."""
+    name, array = make(shelf, (3, 4, 5))
+    try:
+        expected = array[index]
+    except IndexError as error:
+        with pytest.raises(IndexError, match=re.escape(str(error))):
+            shelf[name][index]
+        return
+    same(shelf[name][index], expected)
+    if not expected.size:
+        shelf[name][index] = 7
+        same(shelf[name][...], array)
+
+
 def test_a_tensor_without_axes(shelf: Shelf) -> None:
     shelf["scalar"] = np.float32(2.5)
     x, array = shelf["scalar"], np.array(2.5, np.float32)

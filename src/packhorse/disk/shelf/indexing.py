@@ -170,11 +170,9 @@ def _listed_rows(item: Any, n_rows: int, writes: bool) -> tuple[RowIds, Any] | N
     """The rows of an array of integers or a mask; None if it is something else, or wrong."""
     if item is None or isinstance(item, bool | np.bool_):
         return None
-    listed = np.asarray(item)
+    listed = _listed(item)
     if listed.dtype == np.bool_ and listed.shape == (n_rows,):
         return np.flatnonzero(listed), None
-    if listed.size == 0 and isinstance(item, list):
-        listed = listed.astype(np.intp)
     if listed.dtype.kind not in "iu" or listed.ndim == 0:
         return None
     if listed.size == 0:
@@ -192,13 +190,20 @@ def _listed_rows(item: Any, n_rows: int, writes: bool) -> tuple[RowIds, Any] | N
     return rows, order.reshape(listed.shape)
 
 
+def _listed(item: Any) -> Array:
+    """An array or a list as an array. As in NumPy, an empty list is one of integers."""
+    listed = np.asarray(item)
+    is_empty_list = not isinstance(item, np.ndarray) and listed.size == 0
+    return listed.astype(np.intp) if is_empty_list else listed
+
+
 def _general(items: tuple[Any, ...], shape: tuple[int, ...]) -> Selection:
     """The selection of any index that is not wrong: whole rows."""
     places: list[Any] = []
     for item in items:
         listed = item
         if not (item is None or isinstance(item, slice | EllipsisType)):
-            listed = np.asarray(item)
+            listed = _listed(item)
             if listed.dtype == np.bool_ and listed.ndim > 0:
                 places += listed.nonzero()
                 continue
@@ -210,6 +215,4 @@ def _general(items: tuple[Any, ...], shape: tuple[int, ...]) -> Selection:
         rows, order = np.unique(np.where(first < 0, first + shape[0], first), return_inverse=True)
         whole = (order.reshape(first.shape), *places[1:])
         return Selection(rows, 0, numel, shape[1:], None, None, whole)
-    if isinstance(first, np.ndarray) and first.size == 0:
-        places = [item.astype(np.intp) if item is first else item for item in places]
     return Selection(range(shape[0]), 0, numel, shape[1:], None, None, tuple(places))

@@ -411,6 +411,32 @@ class ShelfTensor:
         """Multiply, as for `+=`."""
         return self._in_place(operator.imul, other)
 
+    def __imatmul__(self, other: Any) -> Self:
+        """Multiply by a square matrix from the right, as for `+=`.
+
+        Raises:
+            ValueError: the tensor has less than two axes, or the matrix is not as wide and as high
+                as the last axis.
+        """
+        self._check_no_tag()
+        matrix = other[...] if isinstance(other, ShelfTensor) else other
+        with self._session.transaction():
+            shape = self.shape
+            if len(shape) < 2 or tuple(np.shape(matrix)) != shape[-1:] * 2:
+                raise ValueError(
+                    f"{self.name!r} of shape {shape} cannot be multiplied in place by the shape "
+                    f"{tuple(np.shape(matrix))}; it needs a square matrix for its last axis"
+                )
+            matrix = as_operand(matrix, self._framework)
+            row_nbytes = self.nbytes // max(1, shape[0])  # blocks are never parts of a row
+
+            def multiply(block: Any, _: Any) -> Any:
+                block @= matrix
+                return block
+
+            self._change(multiply, max(_BLOCK_NBYTES, row_nbytes))
+        return self
+
     def __itruediv__(self, other: Any) -> Self:
         """Divide, as for `+=`."""
         return self._in_place(operator.itruediv, other)
@@ -462,6 +488,14 @@ class ShelfTensor:
             place = state.head.n_commits if self.tag is None else state.epoch
         writes = 0 if changes is None else changes.n_writes
         return str(session.path.absolute()), self.name, self.tag, place, writes
+
+    def __copy__(self) -> ShelfTensor:
+        """Another handle of the same tensor; without this, one of a shelf opened for reading."""
+        return ShelfTensor(self._session, self.name, self._framework, self.tag)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShelfTensor:
+        """As `copy.copy`: a handle holds no elements."""
+        return self.__copy__()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For another process: it opens the shelf for reading there."""
