@@ -19,11 +19,11 @@ from cli_samples import (
     COMMAND,
     Ended,
     contents,
-    converse,
     default_signals,
     flip_bytes,
     result,
     run_command,
+    run_on_terminal,
     write_large_model,
 )
 from safetensors.numpy import load_file, save_file
@@ -519,7 +519,7 @@ def test_a_terminal_gets_progress_and_lines(tmp_path: Path, shelf: Path) -> None
 
 def screen(verb: str, *args: object) -> str:
     """What a run prints on a terminal."""
-    code, text = converse("", "shelf", verb, *args)
+    code, text = run_on_terminal("shelf", verb, *args)
     assert code == 0, text
     return text
 
