@@ -531,7 +531,7 @@ class Shelf(ShelfView, Imports):
 
         def work(txn: Txn, head: Head) -> None:
             commit = Commit(txn, head, str(self.path))
-            found = self._session.find_tag(commit.state, check_name(tag, "a tag"))
+            found = commit.state.tag(check_name(tag, "a tag"))
             commit.roll_back(found.epoch)
             _put_head(txn, head)
 
