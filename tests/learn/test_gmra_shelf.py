@@ -18,6 +18,7 @@ from packhorse.disk import Shelf
 from packhorse.learn import GMRA
 from packhorse.learn.growth import Growth, Plan
 from packhorse.learn.nodes import Node, NodeTensors
+from packhorse.learn.tensors import chunk_rows
 
 Array = NDArray[Any]
 SETTINGS: dict[str, Any] = {"random_state": 0, "memory_nbytes": 1 << 20}
@@ -92,6 +93,15 @@ def test_points_of_other_dtypes(shelf: Any, dtype: Any) -> None:
     as_float = points.astype(np.float64 if dtype == np.uint8 else np.float32)
     gmra = GMRA(3, **SETTINGS).fit(shelf["x"], shelf=shelf)
     assert bits(gmra) == bits(GMRA(3, **SETTINGS).fit(as_float))
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(7, "f4"), (300, "f8"), (200_000, "f4"), (0, "f8")])
+@pytest.mark.parametrize("nbytes", [1 << 12, 1 << 18])
+def test_a_fit_knows_the_chunks_of_its_tensors(
+    shelf: Any, width: int, dtype: str, nbytes: int
+) -> None:
+    made = shelf.create("x", (0, width), dtype, chunk_nbytes=nbytes)
+    assert chunk_rows(width, dtype, nbytes) == made.chunks[0]
 
 
 class Interrupted(BaseException):

@@ -22,6 +22,7 @@ __all__ = [
     "Tensors",
     "blocks_of",
     "checked_rows",
+    "chunk_rows",
     "float_dtype",
 ]
 
@@ -158,6 +159,17 @@ class MemoryShelf:
     def __contains__(self, name: str) -> bool:
         """Whether there is such a tensor."""
         return name in self._tensors
+
+
+def chunk_rows(width: int, dtype: Any, nbytes: int) -> int:
+    """The rows of a chunk of a matrix on a shelf.
+
+    Args:
+        width: the number of its columns.
+        dtype: of its elements.
+        nbytes: about how many bytes a chunk has.
+    """
+    return max(1, int(nbytes // max(1, width * np.dtype(dtype).itemsize)))
 
 
 def float_dtype(dtype: Any) -> np.dtype[Any]:
