@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from packhorse.disk import Shelf
@@ -71,6 +73,60 @@ def test_bits_do_not_depend_on_where_the_points_are(shelf: Any, n_components: fl
     codes = gmra.transform(shelf["x"])
     assert (codes != gmra.transform(points)).nnz == 0
     assert bits(GMRA.from_shelf(shelf)) == wanted
+
+
+@pytest.fixture
+def shelf_of_torch(tmp_path: Path) -> Iterator[Any]:
+    with Shelf(tmp_path / "torch", framework="pt", cache_nbytes=1 << 20) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("n_components", [3, 0.8])
+def test_a_shelf_may_give_tensors_of_torch(shelf_of_torch: Any, n_components: float) -> None:
+    shelf, points = shelf_of_torch, cloud()
+    plain = GMRA(n_components, **SETTINGS).fit(points)
+    shelf["x"] = points
+    assert isinstance(shelf["x"][0], torch.Tensor)
+    assert bits(GMRA(n_components, **SETTINGS).fit(shelf["x"])) == bits(plain)
+    for X in (shelf["x"], shelf["x"].iter_chunks(100_000), points):
+        gmra = GMRA(n_components, **SETTINGS).fit(X, shelf=shelf)
+        assert bits(gmra) == bits(plain)
+    codes = plain.transform(points)
+    for one in (gmra, GMRA.from_shelf(shelf)):
+        assert (one.transform(shelf["x"]) != codes).nnz == 0
+        assert (one.transform(shelf["x"].iter_chunks()) != codes).nnz == 0
+        assert np.array_equal(one.inverse_transform(codes), plain.inverse_transform(codes))
+        assert np.array_equal(one.apply(shelf["x"]), plain.apply(points))
+        short = one.encode(shelf["x"][:])
+        assert np.array_equal(one.decode(short), plain.decode(plain.encode(points)))
+
+
+def test_a_fit_goes_on_whatever_the_shelf_gives(
+    shelf_of_torch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = cloud()
+    with interrupted(monkeypatch, 9):
+        GMRA(3, **SETTINGS).fit(points, shelf=shelf_of_torch)
+    shelf_of_torch["x"] = points
+    gmra = GMRA(3, **SETTINGS).fit(shelf_of_torch["x"], shelf=shelf_of_torch)
+    assert bits(gmra) == bits(GMRA(3, **SETTINGS).fit(points))
+
+
+def test_bfloat16_of_torch_and_of_numpy_are_the_same_points(shelf: Any) -> None:
+    shelf["x"] = torch.from_numpy(cloud()).bfloat16()
+    wanted = bits(GMRA(3, **SETTINGS).fit(shelf["x"]))
+    of_torch = shelf["x"].as_framework("pt")
+    assert bits(GMRA(3, **SETTINGS).fit(of_torch)) == wanted
+    assert bits(GMRA(3, **SETTINGS).fit(of_torch.iter_chunks(50_000))) == wanted
+    with pytest.raises(ValueError, match="X has 36 features, but GMRA is expecting 37 features"):
+        GMRA(3, **SETTINGS).fit(shelf["x"]).transform(of_torch[:5, 1:])
+
+
+def test_a_data_set_of_hdf5_is_read_in_parts(tmp_path: Path, shelf: Any) -> None:
+    points = cloud()
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        X = file.create_dataset("x", data=points, chunks=(100, 37))
+        assert bits(GMRA(3, **SETTINGS).fit(X)) == bits(GMRA(3, **SETTINGS).fit(points))
 
 
 def test_a_shelf_that_is_opened_again_has_the_fit(tmp_path: Path) -> None:

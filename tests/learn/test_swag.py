@@ -185,6 +185,26 @@ def test_all_samples_take_one_pass(shelf: Shelf, monkeypatch: pytest.MonkeyPatch
     assert names == ["swag/rows"]
 
 
+@pytest.mark.parametrize("max_rank", [None, 5])
+def test_a_shelf_may_give_tensors_of_torch(tmp_path: Path, max_rank: int | None) -> None:
+    found = []
+    x = torch.arange(12.0).reshape(4, 3)
+    for framework in ("np", "pt"):
+        model = small()
+        with Shelf(tmp_path / framework, framework=framework) as shelf:
+            with SWAG(model, shelf, max_rank=max_rank) as swag:
+                collect(swag, model, 20)
+            shelf.tag("middle")
+            with SWAG(model, shelf, max_rank=max_rank) as swag:  # goes on
+                collect(swag, model, 51)
+                one = [joined(state) for state in (swag.mean(), swag.variance())]
+                one += [drawn(swag, 3, seed=1), swag.predict([x], 4, seed=2).numpy()]
+            then = SWAG(model, shelf.at("middle"), max_rank=max_rank)
+            found.append([*one, drawn(then, 2, seed=3), joined(then.variance())])
+    for array, of_torch in zip(*found, strict=True):
+        np.testing.assert_array_equal(array, of_torch)
+
+
 def test_seeds_decide_samples(shelf: Shelf) -> None:
     model = small()
     swag = SWAG(model, shelf)

@@ -23,7 +23,7 @@ from packhorse.learn.coding import (
 )
 from packhorse.learn.growth import Growth, Plan
 from packhorse.learn.nodes import Nodes, finished
-from packhorse.learn.tensors import MemoryShelf, Rows, Tensors, checked_rows, float_dtype
+from packhorse.learn.tensors import MemoryShelf, Rows, Tensors, as_arrays, checked_rows, float_dtype
 from packhorse.learn.writing import MemoryWriter, ShelfWriter
 
 try:
@@ -278,6 +278,7 @@ class GMRA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):  #
 
     def _source(self, X: Any, tensors: Tensors, name: str) -> Rows:
         """The points of a fit, with their width checked."""
+        X = as_arrays(X)
         if _is_tensor(X):
             _check_matrix(X.shape)
             self.n_features_in_ = X.shape[1]
@@ -293,6 +294,7 @@ class GMRA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):  #
     def _batches(self, X: Any) -> Iterator[Array]:
         """Points to transform, in arrays of bounded size."""
         check_is_fitted(self)
+        X = as_arrays(X)
         if _is_tensor(X):
             _check_matrix(X.shape, self.n_features_in_)
         elif _is_batches(X):
@@ -368,7 +370,7 @@ class GMRA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):  #
 
 
 def _is_tensor(X: Any) -> bool:
-    """Whether X is a matrix on a shelf."""
+    """Whether X is a matrix of a shelf, or of h5py: it is read in parts."""
     return hasattr(X, "iter_chunks") and hasattr(X, "shape")
 
 

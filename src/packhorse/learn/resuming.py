@@ -19,7 +19,7 @@ from packhorse.errors import CompatibilityError
 from packhorse.learn.growth import Growth, Plan
 from packhorse.learn.nodes import Nodes, finished
 from packhorse.learn.notes import cut_parts, read_stack
-from packhorse.learn.tensors import Rows, Shelf, Tensors, checked_rows, float_dtype
+from packhorse.learn.tensors import Rows, Shelf, Tensors, as_arrays, checked_rows, float_dtype
 
 __all__ = ["gather", "read", "run"]
 
@@ -46,7 +46,7 @@ def gather(batches: Iterable[Any], shelf: Tensors, name: str) -> Rows:
     path = f"{name}/points"
     n_seen = 0
     for number, batch in enumerate(batches):
-        rows = np.asarray(batch)
+        rows = np.asarray(as_arrays(batch))
         if path not in shelf:
             if rows.ndim == 2 and rows.size:
                 shelf.create(path, (0, rows.shape[1]), float_dtype(rows.dtype))
@@ -54,7 +54,7 @@ def gather(batches: Iterable[Any], shelf: Tensors, name: str) -> Rows:
                 raise ValueError(
                     f"batch {number} of X has the shape {rows.shape}; it must be a matrix"
                 )
-        tensor = shelf[path]
+        tensor = as_arrays(shelf[path])
         n_there, width = tensor.shape
         if rows.ndim != 2 or rows.shape[1] != width:
             columns = f"{rows.shape[1]} columns" if rows.ndim == 2 else f"the shape {rows.shape}"
@@ -67,7 +67,7 @@ def gather(batches: Iterable[Any], shelf: Tensors, name: str) -> Rows:
             tensor.append(rows[len(rows) - (n_seen - n_there) :])
     if not n_seen:
         raise ValueError("X has no batches; there must be two rows or more")
-    points: Rows = shelf[path]
+    points: Rows = as_arrays(shelf[path])
     return points
 
 

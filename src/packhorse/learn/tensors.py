@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from packhorse.framework import framework_of, to_array
 from packhorse.learn.bases import Array
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Rows",
     "Shelf",
     "Tensors",
+    "as_arrays",
     "blocks_of",
     "checked_rows",
     "chunk_rows",
@@ -161,6 +163,21 @@ class MemoryShelf:
         return name in self._tensors
 
 
+def as_arrays(matrix: Any) -> Any:
+    """The same matrix in NumPy: a tensor of a shelf gives arrays, whatever its shelf gives.
+    A tensor of PyTorch is copied, as NumPy reads no bfloat16 of it. Anything else stays as it is.
+
+    Args:
+        matrix: points, or a tensor of a fit.
+    """
+    if hasattr(matrix, "as_framework"):
+        return matrix.as_framework("np")
+    framework = framework_of(matrix)
+    if framework is None or framework.name == "np":
+        return matrix
+    return to_array(matrix, framework)
+
+
 def chunk_rows(width: int, dtype: Any, nbytes: int) -> int:
     """The rows of a chunk of a matrix on a shelf.
 
@@ -220,12 +237,12 @@ def blocks_of(rows: Rows, first: int, block_rows: int, dtype: Any) -> Generator[
         dtype: to compute in, and for `checked_rows`; None for rows that were checked.
     """
     for block in _read_blocks(rows, first, block_rows):
-        yield np.asarray(block) if dtype is None else checked_rows(block, first, dtype)
+        yield block if dtype is None else checked_rows(block, first, dtype)
         first += len(block)
 
 
-def _read_blocks(rows: Rows, first: int, block_rows: int) -> Iterator[Array]:
-    if first or not hasattr(rows, "iter_chunks"):
+def _read_blocks(rows: Any, first: int, block_rows: int) -> Iterator[Array]:
+    if first or not hasattr(rows, "as_framework"):  # also of h5py, whose chunks are something else
         return (rows[i : i + block_rows] for i in range(first, rows.shape[0], block_rows))
     nbytes = block_rows * rows.shape[1] * np.dtype(rows.dtype).itemsize
     return _cut_again(rows.iter_chunks(nbytes), block_rows)
