@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -24,6 +25,7 @@ from packhorse.learn.tensors import chunk_rows
 
 Array = NDArray[Any]
 SETTINGS: dict[str, Any] = {"random_state": 0, "memory_nbytes": 1 << 20}
+TORCH = {np.uint8: torch.uint8, np.float16: torch.float16, ml_dtypes.bfloat16: torch.bfloat16}
 PATHS = ("bases", "centres", "floats", "integers", "planes", "translations", "wavelets")
 
 
@@ -83,7 +85,7 @@ def shelf_of_torch(tmp_path: Path) -> Iterator[Any]:
 
 @pytest.mark.parametrize("n_components", [3, 0.8])
 def test_a_shelf_may_give_tensors_of_torch(shelf_of_torch: Any, n_components: float) -> None:
-    shelf, points = shelf_of_torch, cloud()
+    shelf, points = shelf_of_torch, cloud(3000)
     plain = GMRA(n_components, **SETTINGS).fit(points)
     shelf["x"] = points
     assert isinstance(shelf["x"][0], torch.Tensor)
@@ -142,13 +144,14 @@ def test_a_shelf_that_is_opened_again_has_the_fit(tmp_path: Path) -> None:
             GMRA.from_shelf(shelf)
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.float16])
+@pytest.mark.parametrize("dtype", [np.uint8, np.float16, ml_dtypes.bfloat16])
 def test_points_of_other_dtypes(shelf: Any, dtype: Any) -> None:
     points = (cloud(3000) * 10).clip(0, 255).astype(dtype)
     shelf["x"] = points
     as_float = points.astype(np.float64 if dtype == np.uint8 else np.float32)
     gmra = GMRA(3, **SETTINGS).fit(shelf["x"], shelf=shelf)
-    assert bits(gmra) == bits(GMRA(3, **SETTINGS).fit(as_float))
+    for array in (as_float, points, torch.from_numpy(points.astype(np.float32)).to(TORCH[dtype])):
+        assert bits(gmra) == bits(GMRA(3, **SETTINGS).fit(array))
 
 
 @pytest.mark.parametrize(("width", "dtype"), [(7, "f4"), (300, "f8"), (200_000, "f4"), (0, "f8")])
@@ -285,7 +288,7 @@ def test_another_fit_does_not_go_on(shelf: Any, monkeypatch: pytest.MonkeyPatch)
 
 def test_memory_stays_within_the_budget(shelf: Any) -> None:
     """Eight times as many points as fit. What a fit allocates comes first; then the cache of the
-    shelf, 1 MiB, and what it packs: chunks of 64 pieces, with their frames."""
+    shelf, 1 MiB, and what it packs: chunks of 128 pieces, with their frames."""
     budget = 2 << 20
     shelf["x"] = cloud(8 * budget // (100 * 4), 100)
     gmra = GMRA(4, leaf_size=256, random_state=0, memory_nbytes=budget)
@@ -303,6 +306,31 @@ def test_numbers_that_are_not_finite_are_named(shelf: Any, wrong: float) -> None
     shelf["x"] = points
     with pytest.raises(ValueError, match="row 5555 of X has NaN or infinity; GMRA needs finite"):
         GMRA(3, **SETTINGS).fit(shelf["x"], shelf=shelf)
+
+
+def test_what_is_no_shelf_or_no_name_is_refused(shelf: Any) -> None:
+    for call in (lambda s, n: GMRA().fit(cloud(), shelf=s, name=n), GMRA.from_shelf):
+        with pytest.raises(TypeError, match=r"shelf is a str; it must be a packhorse.disk.Shelf"):
+            call("data.shelf", "gmra")
+        with pytest.raises(TypeError, match="name is 3; it must be a string"):
+            call(shelf, 3)
+        with pytest.raises(ValueError, match="the name of a tensor, or its beginning"):
+            call(shelf, "a\0")
+    shelf.tag("then")
+    with pytest.raises(PermissionError, match="shelf is the state of a tag, which cannot change"):
+        GMRA().fit(cloud(), shelf=shelf.at("then"))
+    with Shelf(shelf.path, "r") as reader:
+        for X in (cloud(), iter([cloud()])):
+            with pytest.raises(PermissionError, match="the shelf is open for reading only"):
+                GMRA().fit(X, shelf=reader)
+    assert list(shelf) == []
+
+
+def test_complex_numbers_of_a_shelf_are_refused(shelf: Any) -> None:
+    shelf["x"] = cloud(500).astype(np.complex64)
+    for act in (GMRA().fit, GMRA(random_state=0).fit(cloud(500)).transform):
+        with pytest.raises(ValueError, match=r"X has complex numbers \(complex64\); GMRA needs re"):
+            act(shelf["x"])
 
 
 def test_tensors_of_other_shapes_are_refused(shelf: Any) -> None:

@@ -41,12 +41,15 @@ def gather(batches: Iterable[Any], shelf: Tensors, name: str) -> Rows:
         name: the beginning of its name.
 
     Raises:
-        ValueError: a batch has a wrong shape or a number that is not finite, or there is none.
+        ValueError: a batch has a wrong shape or a number that is not finite, or all batches have
+            less than two rows.
     """
     path = f"{name}/points"
     n_seen = 0
     for number, batch in enumerate(batches):
         rows = np.asarray(as_arrays(batch))
+        if rows.ndim == 2 and not len(rows):
+            continue
         if path not in shelf:
             if rows.ndim == 2 and rows.size:
                 shelf.create(path, (0, rows.shape[1]), float_dtype(rows.dtype))
@@ -65,8 +68,8 @@ def gather(batches: Iterable[Any], shelf: Tensors, name: str) -> Rows:
         n_seen += len(rows)
         if n_seen > n_there:
             tensor.append(rows[len(rows) - (n_seen - n_there) :])
-    if not n_seen:
-        raise ValueError("X has no batches; there must be two rows or more")
+    if n_seen < 2:
+        raise ValueError(f"the batches of X have {n_seen} rows in all; there must be two or more")
     points: Rows = as_arrays(shelf[path])
     return points
 

@@ -23,6 +23,7 @@ __all__ = [
     "Tensors",
     "as_arrays",
     "blocks_of",
+    "check_shelf",
     "checked_rows",
     "chunk_rows",
     "float_dtype",
@@ -178,6 +179,28 @@ def as_arrays(matrix: Any) -> Any:
     return to_array(matrix, framework)
 
 
+def check_shelf(shelf: Any, name: Any, *, writes: bool) -> None:
+    """Make sure that a caller gave a shelf, and the beginning of names there.
+
+    Args:
+        shelf: the shelf, or the state of a tag.
+        name: the beginning.
+        writes: whether something will be written.
+
+    Raises:
+        TypeError: one of them is something else.
+        ValueError: no tensor can have such a name.
+        PermissionError: a tag cannot be written to.
+    """
+    if not (hasattr(shelf, "reading") and hasattr(shelf, "load")):
+        raise TypeError(f"shelf is a {type(shelf).__name__}; it must be a packhorse.disk.Shelf")
+    if writes and not hasattr(shelf, "create"):
+        raise PermissionError("shelf is the state of a tag, which cannot change; give the shelf")
+    if not isinstance(name, str):
+        raise TypeError(f"name is {name!r}; it must be a string")
+    shelf.keys(f"{name}/")  # refuses what no name can begin with
+
+
 def chunk_rows(width: int, dtype: Any, nbytes: int) -> int:
     """The rows of a chunk of a matrix on a shelf.
 
@@ -194,8 +217,13 @@ def float_dtype(dtype: Any) -> np.dtype[Any]:
 
     Args:
         dtype: of the points.
+
+    Raises:
+        ValueError: they are complex numbers.
     """
     dtype = np.dtype(dtype)
+    if dtype.kind == "c":
+        raise ValueError(f"X has complex numbers ({dtype}); GMRA needs real numbers")
     narrow = dtype.kind == "f" and dtype.itemsize <= 4
     narrow = narrow or dtype.name in ("bfloat16", *_FLOAT8)
     return np.dtype(np.float32 if narrow else np.float64)
@@ -213,15 +241,19 @@ def checked_rows(rows: Any, first: int | Array, dtype: Any) -> Array:
         dtype: to compute in.
 
     Raises:
-        ValueError: one of them has NaN or infinity.
+        ValueError: one of them has NaN or infinity, or they are complex.
     """
+    float_dtype(rows.dtype)
     found: Array = np.ascontiguousarray(rows, dtype)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if np.isfinite(found.sum()):  # NaN and infinity stay in a sum; to look at each takes longer
+            return found
     finite = np.isfinite(found).all(axis=1)
-    if not finite.all():
-        place = int(np.argmin(finite))
-        row = first + place if isinstance(first, int) else first[place]
-        raise ValueError(f"row {row} of X has NaN or infinity; GMRA needs finite numbers")
-    return found
+    if finite.all():
+        return found
+    place = int(np.argmin(finite))
+    row = first + place if isinstance(first, int) else first[place]
+    raise ValueError(f"row {row} of X has NaN or infinity; GMRA needs finite numbers")
 
 
 def blocks_of(rows: Rows, first: int, block_rows: int, dtype: Any) -> Generator[Array]:

@@ -20,10 +20,10 @@ from packhorse.errors import ClosedError
 __all__ = ["Session", "missing"]
 
 
-def missing(name: object, path: Path, tag: str | None) -> KeyError:
+def missing(name: object, path: Path, tag: str | None, what: str = "tensor") -> KeyError:
     """The error for a name that a shelf does not have."""
     where = f"{path}" if tag is None else f"{path}, tag {tag!r}"
-    return KeyError(f"{where}: there is no tensor {name!r}")
+    return KeyError(f"{where}: there is no {what} {name!r}")
 
 
 class Session:
