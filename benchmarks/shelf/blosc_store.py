@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
-from benchmarks.shelf.files import flush
+from benchmarks.common.files import flush
 from benchmarks.shelf.store import Array, Layout, Store
 
 __all__ = ["BloscStore"]

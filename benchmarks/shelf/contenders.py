@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.codecs.measure import Seconds, time_call
-from benchmarks.shelf.files import evict, nbytes_on_disk
+from benchmarks.common.files import evict, nbytes_on_disk
 from benchmarks.shelf.store import Layout, Store
 from benchmarks.shelf.stores import STORES
 

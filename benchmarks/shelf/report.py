@@ -48,9 +48,14 @@ The memory of the process itself is not limited."""
 
 def part(result: Result, name: str) -> str:
     """The section of one part of a run: "rows", "limited", "table" or "training"."""
-    return {"rows": _rows, "limited": _limited, "table": _table, "training": _training}[name](
-        result
-    )
+    title, text = {
+        "rows": ("Iterates of a training run", _rows),
+        "limited": ("The same with less memory than data", _limited),
+        "training": ("Training beside the collection", _training),
+        "table": ("Short rows: gathered and overwritten at random", _table),
+    }[name]
+    found = result.get(name)
+    return f"## {title}\n\n{text(found) if found else 'Not in this run.'}"
 
 
 def document(result: Result) -> str:
@@ -85,14 +90,9 @@ def _conditions(result: Result) -> str:
     )
 
 
-def _rows(result: Result) -> str:
-    found = result.get("rows")
-    if not found:
-        return "## Iterates of a training run\n\nNot in this run."
+def _rows(found: Result) -> str:
     raw = found["nbytes"]
     lines = [
-        "## Iterates of a training run",
-        "",
         f"Every iterate of the paper's network ({found['width']:,} parameters, {raw / 1e6:.1f} MB "
         "a row; batches of 100, SGD with a rate of 1e-4) on Fashion-MNIST: "
         f"{found['rows']:,} rows. "
@@ -123,13 +123,9 @@ def _rows(result: Result) -> str:
     return "\n".join([*lines, "", LAYOUTS.format(few=few, columns=columns)])
 
 
-def _limited(result: Result) -> str:
-    head = "## The same with less memory than data\n\n"
-    found = result.get("limited")
-    if not found:
-        return f"{head}Not in this run."
+def _limited(found: Result) -> str:
     lines = [
-        head + LIMIT.format(rows=found["rows"], limit=found["limit_nbytes"] / 1e6),
+        LIMIT.format(rows=found["rows"], limit=found["limit_nbytes"] / 1e6),
         "",
         "| store | append, ms | without the limit, ms | times |",
         "|---|--:|--:|--:|",
@@ -141,14 +137,10 @@ def _limited(result: Result) -> str:
     return "\n".join(lines)
 
 
-def _training(result: Result) -> str:
-    head = "## Training beside the collection\n\n"
-    found = result.get("training")
-    if not found:
-        return f"{head}Not in this run."
+def _training(found: Result) -> str:
     turns = found["turns"]
     lines = [
-        f"{head}One run goes on in turns of {found['steps']} steps; a turn ends when all its "
+        f"One run goes on in turns of {found['steps']} steps; a turn ends when all its "
         "iterates are on the disk. `packhorse` is `SWAG.collect` after every step, which packs and "
         f"writes in the background, {found['nbytes_per_row'] / 1e6:.2f} MB a row. `memmap` writes "
         "each iterate to a row of a memmap and waits for the disk.",
@@ -162,13 +154,9 @@ def _training(result: Result) -> str:
     return "\n".join(lines)
 
 
-def _table(result: Result) -> str:
-    head = "## Short rows: gathered and overwritten at random\n\n"
-    found = result.get("table")
-    if not found:
-        return f"{head}Not in this run."
+def _table(found: Result) -> str:
     lines = [
-        f"{head}Fashion-MNIST as {found['rows']:,} rows of {found['width']} fp32, "
+        f"Fashion-MNIST as {found['rows']:,} rows of {found['width']} fp32, "
         f"{found['nbytes'] / 1e6:.0f} MB. A gather takes 1,000 random rows; an overwrite replaces "
         "16 random rows in one durable commit. Medians.",
         "",

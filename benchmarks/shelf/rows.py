@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from benchmarks.common.files import cached_nbytes, evict
 from benchmarks.shelf.contenders import Contender, enter, in_turn, summary
-from benchmarks.shelf.files import cached_nbytes, evict
 from benchmarks.shelf.iterates import WIDTH, Training
 from benchmarks.shelf.memmap_store import EPOCH
 from benchmarks.shelf.store import Array, Layout

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common.files import nbytes_on_disk
 from benchmarks.shelf.contenders import summary
-from benchmarks.shelf.files import nbytes_on_disk
 from benchmarks.shelf.iterates import WIDTH, Training
 
 __all__ = ["measure_training"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.shelf.files import flush
+from benchmarks.common.files import flush
 from benchmarks.shelf.store import Array, Layout, Store
 
 __all__ = ["ZarrStore"]

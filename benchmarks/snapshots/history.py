@@ -15,10 +15,9 @@ before, so they come from the system's cache.
 import gc
 import hashlib
 import json
-import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.codecs.measure import Seconds, cores, time_call
+from benchmarks.common.files import flush
 from benchmarks.data import sets
 from benchmarks.snapshots.stores import MAX_DELTAS, STORES, Live, PackhorseStore, Store
 
@@ -130,17 +130,8 @@ class _Contender:
     def _take(self, i: int) -> None:
         self.store.take(i)
         new = set(self._folder.rglob("*")) - self._flushed
-        _flush([*new, self._folder])
+        flush([*new, self._folder])
         self._flushed |= new
-
-
-def _flush(paths: Iterable[Path]) -> None:
-    for path in paths:
-        file = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(file)
-        finally:
-            os.close(file)
 
 
 def _time(work: Callable[[int], None], i: int) -> Seconds:

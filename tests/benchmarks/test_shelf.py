@@ -23,9 +23,9 @@ RNG = np.random.default_rng(0)
 
 @pytest.fixture(scope="module")
 def shelf() -> Iterator[dict[str, ModuleType]]:
-    """The modules of benchmarks/shelf."""
-    names = ("files", "measure", "report", "rows", "store", "stores", "table", "training")
-    with import_afresh(*(f"shelf.{name}" for name in names)) as modules:
+    """The modules of benchmarks/shelf, and what they know of files."""
+    names = ("measure", "report", "rows", "store", "stores", "table", "training")
+    with import_afresh("common.files", *(f"shelf.{name}" for name in names)) as modules:
         yield {name.partition(".")[2]: module for name, module in modules.items()}
 
 

@@ -1,17 +1,14 @@
 """Tables on terminals of several widths: one line for each row, cut but never folded."""
 
 import json
-import os
-import pty
 import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
-from cli_samples import COMMAND, Ended
+from cli_samples import Ended, run_on_terminal
 from rich.cells import cell_len
 from rich.text import Text
 from safetensors.numpy import save_file
@@ -26,24 +23,9 @@ NAMES = [f"model.layers.{i}.self_attn.q_proj.weight" for i in (0, 11)]
 
 def screen(columns: int, *args: object) -> list[str]:
     """The lines that a run prints on a terminal with this number of columns."""
-    ours, theirs = pty.openpty()
-    env = {**os.environ, "TERM": "xterm", "COLUMNS": str(columns)}
-    with subprocess.Popen(
-        [COMMAND, *map(str, args)], stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, env=env
-    ) as process:
-        os.close(theirs)
-        data = b""
-        while True:
-            try:
-                piece = os.read(ours, 1 << 16)
-            except OSError:  # Linux's error when the other side is closed
-                break
-            data += piece
-            if not piece:
-                break
-    os.close(ours)
-    assert process.returncode == 0
-    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", data.decode()).replace("\r", "").splitlines()
+    code, text = run_on_terminal(*args, columns=columns)
+    assert code == 0, text
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text).replace("\r", "").splitlines()
 
 
 @pytest.fixture(scope="module")

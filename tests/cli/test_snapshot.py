@@ -17,11 +17,11 @@ from cli_samples import (
     COMMAND,
     Ended,
     contents,
-    converse,
     default_signals,
     flip_bytes,
     result,
     run_command,
+    run_on_terminal,
     write_large_model,
     write_model,
 )
@@ -323,7 +323,7 @@ def test_nothing_is_removed_where_nobody_can_be_asked(store: Path, words: list[s
 
 @pytest.mark.parametrize(("answer", "code"), [("n", 2), ("y", 0)])
 def test_removing_is_asked_for_on_a_terminal(store: Path, answer: str, code: int) -> None:
-    code_found, text = converse(answer, "snapshot", "delete", store, "last")
+    code_found, text = run_on_terminal("snapshot", "delete", store, "last", answer=answer)
     assert code_found == code
     assert "Remove 1 snapshot: last? [y/N]" in text
     assert ("last" in SnapshotStore(store).names()) == (code == 2)
@@ -331,16 +331,17 @@ def test_removing_is_asked_for_on_a_terminal(store: Path, answer: str, code: int
 
 def test_a_terminal_gets_progress_and_lines(tmp_path: Path, model: Path) -> None:
     store = tmp_path / "runs"
-    code, text = converse("", "snapshot", "take", store, "one", model)
+    code, text = run_on_terminal("snapshot", "take", store, "one", model)
     assert code == 0
     for part in ("take one", "━", "GB/s"):
         assert part in text
     assert re.search(r"one: \d+ kB -> \d+ kB, ratio \d\.\d{3}, .* GB/s", text.splitlines()[-1])
-    code, text = converse("", "snapshot", "show", store)
+    code, text = run_on_terminal("snapshot", "show", store)
     assert code == 0
     assert max(len(re.sub(r"\x1b\[[0-9;]*m", "", line)) for line in text.splitlines()) <= 100
     assert "\x1b[32m" in text
-    assert "removed 1 snapshot" in converse("y", "snapshot", "delete", store, "one")[1]
+    _, text = run_on_terminal("snapshot", "delete", store, "one", answer="y")
+    assert "removed 1 snapshot" in text
 
 
 def test_a_plot_without_unicode(store: Path) -> None:

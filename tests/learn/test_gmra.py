@@ -5,11 +5,13 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from pages import run_page
 from scipy import sparse
 from sklearn.base import clone
 from sklearn.neighbors import KNeighborsClassifier
@@ -17,6 +19,8 @@ from sklearn.pipeline import make_pipeline
 from sklearn.utils.estimator_checks import check_estimator
 
 from packhorse.learn import GMRA
+from packhorse.learn.coding import LeafCodes
+from packhorse.learn.tensors import checked_rows
 
 Array = NDArray[Any]
 
@@ -317,14 +321,22 @@ def test_wrong_settings_are_named(settings: dict[str, Any], message: str) -> Non
         GMRA(**settings).fit(cloud())
 
 
-@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
 def test_numbers_that_are_not_finite_are_named(wrong: float) -> None:
-    points = cloud()
+    points, gmra = cloud(), GMRA(random_state=0).fit(cloud())
     points[123, 4] = wrong
-    with pytest.raises(ValueError, match=r"Input X contains (NaN|infinity)"):
-        GMRA().fit(points)
-    with pytest.raises(ValueError, match="row 123 of X has NaN or infinity; GMRA needs finite"):
-        GMRA().fit(points[i : i + 50] for i in range(0, 300, 50))
+    for act in (GMRA().fit, gmra.transform, gmra.encode, gmra.apply):
+        for X in (points, points.tolist(), (points[i : i + 50] for i in range(0, 300, 50))):
+            with pytest.raises(ValueError, match="row 123 of X has NaN or infinity; GMRA needs fi"):
+                act(X)
+
+
+def test_a_sum_that_is_not_finite_is_no_error() -> None:
+    points = cloud()
+    large = (points * (2e38 / abs(points).max())).astype(np.float32)
+    with np.errstate(over="ignore"):
+        assert not np.isfinite(large[large > 0].sum())
+    assert checked_rows(large[large > 0][:, None], 0, np.float32).all()
 
 
 def test_fewer_points_than_directions_or_dimensions() -> None:
@@ -344,5 +356,48 @@ def test_wrong_shapes_are_named() -> None:
         gmra.inverse_transform(gmra.transform(cloud()), -1)
     with pytest.raises(ValueError, match="batch 1 of X has 19 columns, but those before have 20"):
         GMRA().fit(iter([cloud(), cloud()[:, :19]]))
-    with pytest.raises(ValueError, match="X has no batches"):
-        GMRA().fit(iter([]))
+    with pytest.raises(ValueError, match=r"scale is 1\.5; it must be an integer from 0"):
+        gmra.inverse_transform(gmra.transform(cloud()), 1.5)
+    for batches, n_rows in (([], 0), ([cloud()[:1]], 1), ([cloud()[:0]], 0)):
+        with pytest.raises(ValueError, match=f"batches of X have {n_rows} rows in all; there must"):
+            GMRA().fit(iter(batches))
+    for act in (gmra.transform, gmra.encode, gmra.apply):
+        with pytest.raises(ValueError, match="X has no batches; there must be one row or more"):
+            act(iter([]))
+
+
+def test_batches_without_rows_are_skipped() -> None:
+    points, empty = cloud(), np.empty((0, 20), np.float16)
+    gmra = GMRA(random_state=0).fit(iter([empty, points[:100], empty, points[100:]]))
+    wanted = GMRA(random_state=0).fit(points)
+    assert np.array_equal(gmra.apply(points), wanted.apply(points))
+
+
+@pytest.mark.parametrize(
+    ("cells", "coefficients", "message"),
+    [
+        ([0.5], [[0, 0]], "codes.cells is float64 of shape"),
+        ([[1]], [[0, 0]], "codes.cells is int64 of shape"),
+        ([1], [[0]], r"codes.coefficients has the shape \(1, 1\); for these cells it must have"),
+        ([1, 2], [[0, 0]], r"codes.coefficients has the shape \(1, 2\); .* have \(2, 2\)"),
+        ([0], [[0, 0]], "a number that is not of a cell at the finest scale"),
+        ([-1], [[0, 0]], "a number that is not of a cell at the finest scale"),
+    ],
+)
+def test_wrong_codes_are_named(cells: Any, coefficients: Any, message: str) -> None:
+    gmra = GMRA(2, random_state=0).fit(cloud())
+    with pytest.raises(ValueError, match=message):
+        gmra.decode(LeafCodes(np.array(cells), np.array(coefficients, np.float64)))
+
+
+def test_complex_numbers_are_refused() -> None:
+    gmra = GMRA(random_state=0).fit(cloud())
+    for act in (GMRA().fit, gmra.transform):
+        with pytest.raises(ValueError, match="Complex data not supported"):
+            act(cloud() + 1j)
+    with pytest.raises(ValueError, match=r"X has complex numbers \(complex128\); GMRA needs real"):
+        GMRA().fit(iter([cloud() + 1j]))
+
+
+def test_the_page_shows_code_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_page("gmra.md", tmp_path, monkeypatch)

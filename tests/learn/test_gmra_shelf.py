@@ -10,17 +10,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import h5py
+import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from packhorse.disk import Shelf
 from packhorse.learn import GMRA
 from packhorse.learn.growth import Growth, Plan
 from packhorse.learn.nodes import Node, NodeTensors
+from packhorse.learn.tensors import chunk_rows
 
 Array = NDArray[Any]
 SETTINGS: dict[str, Any] = {"random_state": 0, "memory_nbytes": 1 << 20}
+TORCH = {np.uint8: torch.uint8, np.float16: torch.float16, ml_dtypes.bfloat16: torch.bfloat16}
 PATHS = ("bases", "centres", "floats", "integers", "planes", "translations", "wavelets")
 
 
@@ -72,6 +77,60 @@ def test_bits_do_not_depend_on_where_the_points_are(shelf: Any, n_components: fl
     assert bits(GMRA.from_shelf(shelf)) == wanted
 
 
+@pytest.fixture
+def shelf_of_torch(tmp_path: Path) -> Iterator[Any]:
+    with Shelf(tmp_path / "torch", framework="pt", cache_nbytes=1 << 20) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("n_components", [3, 0.8])
+def test_a_shelf_may_give_tensors_of_torch(shelf_of_torch: Any, n_components: float) -> None:
+    shelf, points = shelf_of_torch, cloud(3000)
+    plain = GMRA(n_components, **SETTINGS).fit(points)
+    shelf["x"] = points
+    assert isinstance(shelf["x"][0], torch.Tensor)
+    assert bits(GMRA(n_components, **SETTINGS).fit(shelf["x"])) == bits(plain)
+    for X in (shelf["x"], shelf["x"].iter_chunks(100_000), points):
+        gmra = GMRA(n_components, **SETTINGS).fit(X, shelf=shelf)
+        assert bits(gmra) == bits(plain)
+    codes = plain.transform(points)
+    for one in (gmra, GMRA.from_shelf(shelf)):
+        assert (one.transform(shelf["x"]) != codes).nnz == 0
+        assert (one.transform(shelf["x"].iter_chunks()) != codes).nnz == 0
+        assert np.array_equal(one.inverse_transform(codes), plain.inverse_transform(codes))
+        assert np.array_equal(one.apply(shelf["x"]), plain.apply(points))
+        short = one.encode(shelf["x"][:])
+        assert np.array_equal(one.decode(short), plain.decode(plain.encode(points)))
+
+
+def test_a_fit_goes_on_whatever_the_shelf_gives(
+    shelf_of_torch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = cloud()
+    with interrupted(monkeypatch, 9):
+        GMRA(3, **SETTINGS).fit(points, shelf=shelf_of_torch)
+    shelf_of_torch["x"] = points
+    gmra = GMRA(3, **SETTINGS).fit(shelf_of_torch["x"], shelf=shelf_of_torch)
+    assert bits(gmra) == bits(GMRA(3, **SETTINGS).fit(points))
+
+
+def test_bfloat16_of_torch_and_of_numpy_are_the_same_points(shelf: Any) -> None:
+    shelf["x"] = torch.from_numpy(cloud()).bfloat16()
+    wanted = bits(GMRA(3, **SETTINGS).fit(shelf["x"]))
+    of_torch = shelf["x"].as_framework("pt")
+    assert bits(GMRA(3, **SETTINGS).fit(of_torch)) == wanted
+    assert bits(GMRA(3, **SETTINGS).fit(of_torch.iter_chunks(50_000))) == wanted
+    with pytest.raises(ValueError, match="X has 36 features, but GMRA is expecting 37 features"):
+        GMRA(3, **SETTINGS).fit(shelf["x"]).transform(of_torch[:5, 1:])
+
+
+def test_a_data_set_of_hdf5_is_read_in_parts(tmp_path: Path, shelf: Any) -> None:
+    points = cloud()
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        X = file.create_dataset("x", data=points, chunks=(100, 37))
+        assert bits(GMRA(3, **SETTINGS).fit(X)) == bits(GMRA(3, **SETTINGS).fit(points))
+
+
 def test_a_shelf_that_is_opened_again_has_the_fit(tmp_path: Path) -> None:
     points = cloud(3000)
     with Shelf(tmp_path / "shelf") as shelf:
@@ -85,13 +144,23 @@ def test_a_shelf_that_is_opened_again_has_the_fit(tmp_path: Path) -> None:
             GMRA.from_shelf(shelf)
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.float16])
+@pytest.mark.parametrize("dtype", [np.uint8, np.float16, ml_dtypes.bfloat16])
 def test_points_of_other_dtypes(shelf: Any, dtype: Any) -> None:
     points = (cloud(3000) * 10).clip(0, 255).astype(dtype)
     shelf["x"] = points
     as_float = points.astype(np.float64 if dtype == np.uint8 else np.float32)
     gmra = GMRA(3, **SETTINGS).fit(shelf["x"], shelf=shelf)
-    assert bits(gmra) == bits(GMRA(3, **SETTINGS).fit(as_float))
+    for array in (as_float, points, torch.from_numpy(points.astype(np.float32)).to(TORCH[dtype])):
+        assert bits(gmra) == bits(GMRA(3, **SETTINGS).fit(array))
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(7, "f4"), (300, "f8"), (200_000, "f4"), (0, "f8")])
+@pytest.mark.parametrize("nbytes", [1 << 12, 1 << 18])
+def test_a_fit_knows_the_chunks_of_its_tensors(
+    shelf: Any, width: int, dtype: str, nbytes: int
+) -> None:
+    made = shelf.create("x", (0, width), dtype, chunk_nbytes=nbytes)
+    assert chunk_rows(width, dtype, nbytes) == made.chunks[0]
 
 
 class Interrupted(BaseException):
@@ -219,7 +288,7 @@ def test_another_fit_does_not_go_on(shelf: Any, monkeypatch: pytest.MonkeyPatch)
 
 def test_memory_stays_within_the_budget(shelf: Any) -> None:
     """Eight times as many points as fit. What a fit allocates comes first; then the cache of the
-    shelf, 1 MiB, and what it packs: chunks of 64 pieces, with their frames."""
+    shelf, 1 MiB, and what it packs: chunks of 128 pieces, with their frames."""
     budget = 2 << 20
     shelf["x"] = cloud(8 * budget // (100 * 4), 100)
     gmra = GMRA(4, leaf_size=256, random_state=0, memory_nbytes=budget)
@@ -237,6 +306,31 @@ def test_numbers_that_are_not_finite_are_named(shelf: Any, wrong: float) -> None
     shelf["x"] = points
     with pytest.raises(ValueError, match="row 5555 of X has NaN or infinity; GMRA needs finite"):
         GMRA(3, **SETTINGS).fit(shelf["x"], shelf=shelf)
+
+
+def test_what_is_no_shelf_or_no_name_is_refused(shelf: Any) -> None:
+    for call in (lambda s, n: GMRA().fit(cloud(), shelf=s, name=n), GMRA.from_shelf):
+        with pytest.raises(TypeError, match=r"shelf is a str; it must be a packhorse.disk.Shelf"):
+            call("data.shelf", "gmra")
+        with pytest.raises(TypeError, match="name is 3; it must be a string"):
+            call(shelf, 3)
+        with pytest.raises(ValueError, match="the name of a tensor, or its beginning"):
+            call(shelf, "a\0")
+    shelf.tag("then")
+    with pytest.raises(PermissionError, match="shelf is the state of a tag, which cannot change"):
+        GMRA().fit(cloud(), shelf=shelf.at("then"))
+    with Shelf(shelf.path, "r") as reader:
+        for X in (cloud(), iter([cloud()])):
+            with pytest.raises(PermissionError, match="the shelf is open for reading only"):
+                GMRA().fit(X, shelf=reader)
+    assert list(shelf) == []
+
+
+def test_complex_numbers_of_a_shelf_are_refused(shelf: Any) -> None:
+    shelf["x"] = cloud(500).astype(np.complex64)
+    for act in (GMRA().fit, GMRA(random_state=0).fit(cloud(500)).transform):
+        with pytest.raises(ValueError, match=r"X has complex numbers \(complex64\); GMRA needs re"):
+            act(shelf["x"])
 
 
 def test_tensors_of_other_shapes_are_refused(shelf: Any) -> None:

@@ -214,6 +214,26 @@ def test_all_samples_take_one_pass(shelf: Shelf, monkeypatch: pytest.MonkeyPatch
     assert names == ["swag/rows"]
 
 
+@pytest.mark.parametrize("max_rank", [None, 5])
+def test_a_shelf_may_give_tensors_of_torch(tmp_path: Path, max_rank: int | None) -> None:
+    found = []
+    x = torch.arange(12.0).reshape(4, 3)
+    for framework in ("np", "pt"):
+        model = small()
+        with Shelf(tmp_path / framework, framework=framework) as shelf:
+            with SWAG(model, shelf, max_rank=max_rank) as swag:
+                collect(swag, model, 20)
+            shelf.tag("middle")
+            with SWAG(model, shelf, max_rank=max_rank) as swag:  # goes on
+                collect(swag, model, 51)
+                one = [joined(state) for state in (swag.mean(), swag.variance())]
+                one += [drawn(swag, 3, seed=1), swag.predict([x], 4, seed=2).numpy()]
+            then = SWAG(model, shelf.at("middle"), max_rank=max_rank)
+            found.append([*one, drawn(then, 2, seed=3), joined(then.variance())])
+    for array, of_torch in zip(*found, strict=True):
+        np.testing.assert_array_equal(array, of_torch)
+
+
 def test_seeds_decide_samples(shelf: Shelf) -> None:
     model = small()
     swag = SWAG(model, shelf)
@@ -436,17 +456,30 @@ def test_mistakes(shelf: Shelf) -> None:
     for argument in ({"every": 0}, {"max_rank": 1}, {"max_pending": 0}):
         with pytest.raises(ValueError, match="must be at least"):
             SWAG(model, shelf, **argument)
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match=r"every is 1.5; it must be an integer"):
         SWAG(model, shelf, every=1.5)
+    for other in ("data.shelf", None):
+        with pytest.raises(TypeError, match=r"shelf is a .*; it must be a packhorse.disk.Shelf"):
+            SWAG(model, other)
+    with pytest.raises(TypeError, match="name is 3; it must be a string"):
+        SWAG(model, shelf, name=3)
+    with pytest.raises(ValueError, match="the name of a tensor, or its beginning"):
+        SWAG(model, shelf, name="a\0")
     swag = SWAG(model, shelf)
     for call in (swag.mean, swag.variance, swag.sample, lambda: swag.predict([torch.zeros(1, 3)])):
         with pytest.raises(ValueError, match="the posterior 'swag' has 0 iterates"):
             call()
     assert len(shelf) == 0  # nothing is written before the first iterate
     collect(swag, model, 2)
-    for scale in (-1, float("nan"), float("inf")):
+    for scale in (-1, float("nan"), float("inf"), "1"):
         with pytest.raises(ValueError, match="scale is"):
             swag.sample(scale=scale)
+    for mistake in (lambda: swag.collect("1"), lambda: swag.sample(seed=0.5)):
+        with pytest.raises(TypeError, match=r"(step is '1'|seed is 0.5); it must be an integer"):
+            mistake()
+    for batch in (np.zeros((1, 3)), {"x": torch.zeros(1, 3)}, [np.zeros((1, 3))]):
+        with pytest.raises(TypeError, match=r"the loader gives a (ndarray|dict); it must give ten"):
+            swag.predict([batch])
     with pytest.raises(ValueError, match="n is 0; it must be at least 1"):
         swag.sample(0)
     swag.close()

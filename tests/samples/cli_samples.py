@@ -7,6 +7,7 @@ import pty
 import signal
 import subprocess
 import sysconfig
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,21 +58,22 @@ def result(done: Ended) -> Any:
     return row
 
 
-def converse(answer: str, *args: object) -> tuple[int, str]:
-    """Run the command on a terminal, and type an answer. Returns its exit code and the screen."""
+def run_on_terminal(
+    *args: object, answer: str | None = None, columns: int = 100
+) -> tuple[int, str]:
+    """Run the command on a terminal, and type an answer, if there is one. Returns its exit code,
+    and all that it has sent to the screen."""
     ours, theirs = pty.openpty()
-    env = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": str(columns)}
     words = [COMMAND, *map(str, args)]
     with subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, env=env) as process:
         os.close(theirs)
-        os.write(ours, f"{answer}\n".encode())
+        if answer is not None:
+            os.write(ours, f"{answer}\n".encode())
         text = b""
-        while True:
-            try:
-                piece = os.read(ours, 1 << 16)
-            except OSError:  # Linux's error when the other side is closed
-                break
-            text += piece
+        with suppress(OSError):  # Linux's error when the other side is closed
+            while piece := os.read(ours, 1 << 16):
+                text += piece
     os.close(ours)
     return process.returncode, text.decode()
 

@@ -2,8 +2,8 @@
 
 `disk` fills the file system until it is full, `compact` until there is no room for a second file,
 and `length` has a limit on the length of files. `memory` has a limit on the address space when the
-shelf is opened, so that its map is short and must grow. Afterwards the shelf has the last state
-that was committed, and when the limit is gone, it goes on.
+shelf is opened, so that its map is short and must grow; for `new`, also when it is made. Afterwards
+the shelf has the last state that was committed, and when the limit is gone, it goes on.
 """
 
 import resource
@@ -20,7 +20,7 @@ from packhorse.disk import Shelf
 __all__: list[str] = []
 
 ROWS = np.random.default_rng(0).integers(0, 256, (4, 50_000), np.uint8)
-KINDS = {"length": resource.RLIMIT_FSIZE, "memory": resource.RLIMIT_AS}
+KINDS = {"length": resource.RLIMIT_FSIZE, "memory": resource.RLIMIT_AS, "new": resource.RLIMIT_AS}
 
 
 def used_memory() -> int:
@@ -92,14 +92,17 @@ def go_on(shelf: Shelf, n_rows: int) -> int:
     return n_rows + len(ROWS)
 
 
-def meet_memory(folder: str) -> int:
+def meet_memory(what: str, folder: str) -> int:
     """The map is short from the start, and grows until the system refuses."""
-    with Shelf(folder) as shelf:
-        begin(shelf)
+    if what == "memory":
+        with Shelf(folder) as shelf:
+            begin(shelf)
     with (
-        limited("memory", folder, used_memory() + (60 << 20)),
+        limited(what, folder, used_memory() + (60 << 20)),
         Shelf(folder, cache_nbytes=0, threads=1) as shelf,
     ):
+        if what == "new":
+            begin(shelf)
         n_rows = fill(shelf)
         assert len(shelf["x"]) == n_rows
         assert (shelf["x"][-1] == ROWS[-1]).all()
@@ -108,8 +111,8 @@ def meet_memory(folder: str) -> int:
 
 
 def meet(what: str, folder: str) -> int:
-    if what == "memory":
-        return meet_memory(folder)
+    if what in ("memory", "new"):
+        return meet_memory(what, folder)
     with Shelf(folder, cache_nbytes=0, threads=1) as shelf:
         begin(shelf)
         with limited(what, folder, 4 << 20):

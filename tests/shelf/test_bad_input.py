@@ -145,7 +145,7 @@ ABSENT: dict[str, tuple[Call, str]] = {
     "at": (lambda shelf: shelf.at("begin")["absent"], "tag 'begin': there is no tensor 'absent'"),
     "delete": (lambda shelf: shelf.__delitem__("absent"), "there is no tensor 'absent'"),
     "rename": (lambda shelf: shelf.rename("absent", "y"), "there is no tensor 'absent'"),
-    "load": (lambda shelf: shelf.load("absent"), "there is no tensor 'absent'"),
+    "load": (lambda shelf: shelf.load("absent"), "there is no state 'absent'"),
     "tag": (lambda shelf: shelf.at("absent"), "data.shelf: there is no tag 'absent'"),
     "untag": (lambda shelf: shelf.untag("absent"), "there is no tag 'absent'"),
     "rollback": (lambda shelf: shelf.rollback("absent"), "there is no tag 'absent'"),
@@ -167,6 +167,8 @@ MIXED_UP: dict[str, tuple[Call, type[Exception], str]] = {
     "a scalar's rows": (lambda s: s["scalar"].resize(3), ValueError, "'scalar' has no axes"),
     "a scalar's end": (lambda s: s["scalar"].append(3), ValueError, "'scalar' has no axes; rows"),
     "a scalar's runs": (lambda s: next(s["scalar"].iter_chunks()), TypeError, "over a 0-d tensor"),
+    "runs of words": (lambda s: next(s["x"].iter_chunks("9")), TypeError, "nbytes is '9'; it must"),
+    "runs to apply": (lambda s: s["x"].apply(abs, 1e6), TypeError, "nbytes is 1000000.0; it must"),
     "a scalar's length": (lambda s: len(s["scalar"]), TypeError, r"len\(\) of unsized object"),
     "a tag's rows": (
         lambda s: s.at("begin")["x"].__setitem__(0, 1), PermissionError,
@@ -250,6 +252,7 @@ OPENED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"timeout": float("nan")}, ValueError, "timeout is nan"),
     ({"timeout": float("inf")}, ValueError, "timeout is inf"),
     ({"path": 3}, TypeError, "expected str, bytes or os.PathLike object, not int"),
+    ({"path": "s3://b/x"}, ValueError, "s3://b/x: a shelf lies in a folder of a local disk, never"),
 ]
 
 
@@ -281,8 +284,11 @@ def test_what_is_no_shelf(tmp_path: Path) -> None:
     for content in (b"", b"text" * 5000):
         (tmp_path / "damaged" / "shelf-1.mdb").write_bytes(content)
         for mode in ("r", "r+"):
-            with pytest.raises(CorruptionError, match=r"shelf-1.mdb: (not a shelf|the file is)"):
+            with pytest.raises(
+                CorruptionError, match=r"shelf-1.mdb: (not a shelf|the file is)"
+            ) as caught:
                 Shelf(tmp_path / "damaged", mode)
+            assert str(caught.value).count("shelf-1.mdb") == 1
 
 
 WRITES: dict[str, Call] = {

@@ -67,6 +67,7 @@ def meet(what: str, folder: Path) -> str:
         ("compact", os.strerror(errno.ENOSPC)),
         ("length", os.strerror(errno.EFBIG)),
         ("memory", "address space, and the system refuses (ulimit -v); nothing was committed"),
+        ("new", "address space, and the system refuses (ulimit -v); nothing was committed"),
     ],
 )
 def test_a_limit_is_met(tmp_path: Path, what: str, error: str) -> None:

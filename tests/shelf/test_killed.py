@@ -6,11 +6,10 @@
 import multiprocessing
 import os
 import random
-import signal
-import time
 from collections import Counter
 from pathlib import Path
 
+from killed_writer import run_and_kill
 from shelf_workload import Ledger, Model, work_until_killed
 
 from packhorse.disk import Shelf
@@ -21,19 +20,10 @@ PROCESSES.set_forkserver_preload(["shelf_workload"])
 N_KILLS = int(os.environ.get("PACKHORSE_KILLS", "30"))
 
 
-def run_and_kill(folder: Path, log: Path, seed: int, after_s: float) -> Ledger:
-    """Start a writer, and kill it some time after it has begun to write."""
-    log.unlink(missing_ok=True)
-    child = PROCESSES.Process(target=work_until_killed, args=(str(folder), str(log), seed))
-    child.start()
-    while not (log.exists() and log.stat().st_size):
-        assert child.is_alive()
-        time.sleep(0.0005)
-    time.sleep(after_s)
-    child.kill()
-    child.join()
-    assert child.exitcode == -signal.SIGKILL
-    return Ledger(log.read_text().split("\n")[:-1])
+def work(folder: Path, log: Path, seed: int, after_s: float) -> Ledger:
+    """Let a writer begin, and kill it some time later."""
+    writer = PROCESSES.Process(target=work_until_killed, args=(str(folder), str(log), seed))
+    return Ledger(run_and_kill(writer, log, after_s))
 
 
 def check(shelf: Shelf, ledger: Ledger, seed: int) -> None:
@@ -49,7 +39,7 @@ def test_killed_writers_lose_nothing(tmp_path: Path) -> None:
     killed_in, n_steps = Counter[str](), 0
     for _ in range(N_KILLS):
         seed, after_s = rng.getrandbits(32), rng.choice([0.005, 0.03, 0.15]) * rng.random()
-        ledger = run_and_kill(folder, tmp_path / "log", seed, after_s)
+        ledger = work(folder, tmp_path / "log", seed, after_s)
         with Shelf(folder, "r") as shelf:
             check(shelf, ledger, seed)
         killed_in[str(ledger.running)] += 1
@@ -67,5 +57,5 @@ def test_writers_are_killed_beside_a_reader(tmp_path: Path) -> None:
     with Shelf(folder, "r") as reader:
         for _ in range(max(5, N_KILLS // 8)):
             seed = rng.getrandbits(32)
-            ledger = run_and_kill(folder, tmp_path / "log", seed, 0.05 * rng.random())
+            ledger = work(folder, tmp_path / "log", seed, 0.05 * rng.random())
             check(reader, ledger, seed)

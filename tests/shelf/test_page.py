@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from pages import run_page
 
 from packhorse.disk import Shelf, ShelfTensor
 
@@ -13,12 +14,7 @@ PAGE = (ROOT / "docs" / "shelf.md").read_text()
 
 
 def test_the_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-    assert blocks
-    names: dict[str, object] = {}
-    for block in blocks:
-        exec(compile(block, "docs/shelf.md", "exec"), names)
+    run_page("shelf.md", tmp_path, monkeypatch)
     with Shelf("data.shelf", "r") as shelf:
         assert shelf["big"].shape == (1100, 784)
         assert shelf.verify() == []

@@ -8,10 +8,9 @@ import multiprocessing
 import os
 import random
 import shutil
-import signal
-import time
 from pathlib import Path
 
+from killed_writer import run_and_kill
 from snapshot_child import make_state, write_until_killed
 from snapshot_ledger import Ledger
 
@@ -23,28 +22,15 @@ PROCESSES.set_forkserver_preload(["packhorse.disk"])
 N_KILLS = int(os.environ.get("PACKHORSE_KILLS", "30"))
 
 
-def run_and_kill(folder: Path, log: Path, seed: int, names: list[str], after_s: float) -> list[str]:
-    """Start a writer, and kill it some time after it has begun to write. Returns its log."""
-    log.unlink(missing_ok=True)
-    child = PROCESSES.Process(target=write_until_killed, args=(str(folder), str(log), seed, names))
-    child.start()
-    while not (log.exists() and log.stat().st_size):
-        assert child.is_alive()
-        time.sleep(0.0005)
-    time.sleep(after_s)
-    child.kill()
-    child.join()
-    assert child.exitcode == -signal.SIGKILL
-    return log.read_text().split("\n")[:-1]
-
-
 def test_killed_writers_lose_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     rng = random.Random(int(os.environ.get("PACKHORSE_SEED", "0")))
     expected, killed_in = Ledger(), dict.fromkeys(("take", "replace", "prune", "delete"), 0)
     for i in range(N_KILLS):
         names, after_s = list(expected.seeds), rng.choice([0.005, 0.05, 0.3]) * rng.random()
-        lines = run_and_kill(folder, tmp_path / "log", rng.getrandbits(32), names, after_s)
+        args = str(folder), str(tmp_path / "log"), rng.getrandbits(32), names
+        writer = PROCESSES.Process(target=write_until_killed, args=args)
+        lines = run_and_kill(writer, tmp_path / "log", after_s)
         kind = expected.read(lines)
         if kind is not None:
             killed_in[kind] += 1

@@ -6,6 +6,7 @@ to errors of the operating system.
 """
 
 import errno
+import os
 from enum import IntEnum
 
 from packhorse.errors import ChangedError, MissingBackendError, PackhorseError
@@ -148,5 +149,7 @@ def _text(error: BaseException, doing: str) -> str:
     if not isinstance(error, OSError) or error.errno is None:
         return str(error) or type(error).__name__
     remedy = _REMEDIES.get(error.errno)
-    reason = (error.strerror or "the system refused").lower()
+    reason = error.strerror or "the system refused"
+    if reason == os.strerror(error.errno):  # other words may have names in them
+        reason = reason.lower()
     return f"{reason}; {remedy}" if remedy else reason

@@ -28,6 +28,7 @@ from packhorse.learn.nodes import Nodes
 __all__ = [
     "Columns",
     "LeafCodes",
+    "check_leaf_codes",
     "decode",
     "encode",
     "from_leaf_codes",
@@ -130,6 +131,34 @@ def leaf_codes(nodes: Nodes, points: Array) -> LeafCodes:
         node = nodes[cell]
         codes[members, : len(node.basis)] = (points[members] - node.centre) @ node.basis.T
     return LeafCodes(cells, codes)
+
+
+def check_leaf_codes(nodes: Nodes, codes: LeafCodes) -> LeafCodes:
+    """Codes that a caller gives, as arrays.
+
+    Args:
+        nodes: the tree.
+        codes: cells and coefficients.
+
+    Raises:
+        ValueError: the arrays have a wrong shape or dtype, or a number is not that of a leaf.
+    """
+    cells, coefficients = np.asarray(codes.cells), np.asarray(codes.coefficients)
+    width = int(nodes.n_directions[nodes.is_leaf].max())
+    if cells.ndim != 1 or cells.dtype.kind not in "iu":
+        raise ValueError(
+            f"codes.cells is {cells.dtype} of shape {cells.shape}; it must be a list "
+            "of the numbers of cells"
+        )
+    if coefficients.shape != (len(cells), width):
+        raise ValueError(
+            f"codes.coefficients has the shape {coefficients.shape}; for these cells "
+            f"it must have {(len(cells), width)}"
+        )
+    inside = (cells >= 0) & (cells < len(nodes))
+    if not inside.all() or not nodes.is_leaf[cells].all():
+        raise ValueError("codes.cells has a number that is not of a cell at the finest scale")
+    return LeafCodes(cells, coefficients)
 
 
 def from_leaf_codes(nodes: Nodes, codes: LeafCodes) -> Array:

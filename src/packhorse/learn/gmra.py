@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from numbers import Integral, Real
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from scipy import sparse
@@ -15,6 +16,7 @@ from packhorse.learn.bases import Array
 from packhorse.learn.coding import (
     Columns,
     LeafCodes,
+    check_leaf_codes,
     decode,
     encode,
     from_leaf_codes,
@@ -23,7 +25,15 @@ from packhorse.learn.coding import (
 )
 from packhorse.learn.growth import Growth, Plan
 from packhorse.learn.nodes import Nodes, finished
-from packhorse.learn.tensors import MemoryShelf, Rows, Tensors, checked_rows, float_dtype
+from packhorse.learn.tensors import (
+    MemoryShelf,
+    Rows,
+    Tensors,
+    as_arrays,
+    check_shelf,
+    checked_rows,
+    float_dtype,
+)
 from packhorse.learn.writing import MemoryWriter, ShelfWriter
 
 try:
@@ -48,6 +58,8 @@ _LEAST_MEMORY = 1 << 20
 _DEEPEST = 1 << 20
 _FLOATS = (np.float64, np.float32)
 
+_Part = TypeVar("_Part")
+
 
 def _one_thread() -> Any:
     """Makes BLAS use one thread. The matrices of a cell are small: on two busy cores, two threads
@@ -69,11 +81,11 @@ class GMRA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):  #
     the point at a coarse scale. With `sparse_output=False` the matrix is an ordinary array, mostly
     of zeros.
 
-    X is an array, or a `ShelfTensor`, or an iterable of batches of rows. Given a shelf, `fit` keeps
-    all that it computes there: its memory stays under `memory_nbytes`, apart from the cache of the
-    shelf, and it can be killed and called again. The result is the same bit for bit with a shelf
-    and without; it depends on `memory_nbytes`, because a sample of that size decides about the
-    cuts of cells that do not fit.
+    X is an array, a `ShelfTensor`, a data set of h5py, or an iterable of batches of rows. Given
+    a shelf, `fit` keeps all that it computes there: its memory stays under `memory_nbytes`, apart
+    from the cache of the shelf, and it can be killed and called again. The result is the same bit
+    for bit with a shelf and without; it depends on `memory_nbytes`, because a sample of that size
+    decides about the cuts of cells that do not fit.
 
     Attributes:
         n_features_in_: columns of X.
@@ -145,8 +157,12 @@ class GMRA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):  #
 
         Raises:
             ValueError: X or a setting is wrong, or the fit that was interrupted was another one.
+            TypeError: the shelf or the name is something else.
+            PermissionError: the shelf cannot be written to.
         """
         self._check_settings()
+        if shelf is not None:
+            check_shelf(shelf, name, writes=True)
         memory = MemoryShelf()
         tensors = memory if shelf is None else shelf
         source = self._source(X, tensors, name)
@@ -169,7 +185,9 @@ class GMRA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):  #
 
         Raises:
             ValueError: there is no such fit, or it was interrupted.
+            TypeError: the shelf or the name is something else.
         """
+        check_shelf(shelf, name, writes=False)
         settings, nodes, plan = resuming.read(shelf, name)
         return cls(**settings)._keep(nodes, plan)
 
@@ -183,7 +201,7 @@ class GMRA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):  #
             A sparse matrix (CSR), or an array if `sparse_output` is false: a row for each point.
         """
         with _one_thread():
-            parts = [encode(self.nodes_, self._columns, block) for block in self._batches(X)]
+            parts = self._of_batches(X, lambda block: encode(self.nodes_, self._columns, block))
         codes = sparse.vstack(parts, format="csr")
         return codes if self.sparse_output else codes.toarray()
 
@@ -222,7 +240,7 @@ class GMRA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):  #
             The numbers of the cells in `nodes_`.
         """
         with _one_thread():
-            return np.concatenate([leaf_numbers(self.nodes_, b) for b in self._batches(X)])
+            return np.concatenate(self._of_batches(X, partial(leaf_numbers, self.nodes_)))
 
     def encode(self, X: Any) -> LeafCodes:
         """The shortest code of points: their cells at the finest scale, and coefficients there.
@@ -237,7 +255,7 @@ class GMRA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):  #
             The number of a cell, and a row of coefficients, for each point.
         """
         with _one_thread():
-            parts = [leaf_codes(self.nodes_, block) for block in self._batches(X)]
+            parts = self._of_batches(X, partial(leaf_codes, self.nodes_))
         return LeafCodes(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
     def decode(self, codes: LeafCodes) -> Array:
@@ -250,15 +268,13 @@ class GMRA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):  #
             An array, a row for each point.
 
         Raises:
-            ValueError: a number is not that of a cell at the finest scale.
+            ValueError: the arrays have a wrong shape or dtype, or a number is not that of a cell
+                at the finest scale.
         """
         check_is_fitted(self)
-        cells = np.asarray(codes.cells)
-        inside = (cells >= 0) & (cells < len(self.nodes_))
-        if not inside.all() or not self.nodes_.is_leaf[cells].all():
-            raise ValueError("codes.cells has a number that is not of a cell at the finest scale")
+        checked = check_leaf_codes(self.nodes_, codes)
         with _one_thread():
-            return from_leaf_codes(self.nodes_, codes)
+            return from_leaf_codes(self.nodes_, checked)
 
     def __sklearn_tags__(self) -> Any:
         """What scikit-learn's tools may expect of it.
@@ -278,6 +294,7 @@ class GMRA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):  #
 
     def _source(self, X: Any, tensors: Tensors, name: str) -> Rows:
         """The points of a fit, with their width checked."""
+        X = as_arrays(X)
         if _is_tensor(X):
             _check_matrix(X.shape)
             self.n_features_in_ = X.shape[1]
@@ -286,24 +303,37 @@ class GMRA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):  #
             source = resuming.gather(X, tensors, name)
             self.n_features_in_ = source.shape[1]
             return source
-        return validate_data(  # type: ignore[no-any-return]
-            self, X, dtype=_FLOATS, order="C", ensure_min_samples=2
+        X = validate_data(
+            self, X, dtype=_floats_for(X), order="C", ensure_min_samples=2, ensure_all_finite=False
         )
+        return checked_rows(X, 0, X.dtype)
 
-    def _batches(self, X: Any) -> Iterator[Array]:
-        """Points to transform, in arrays of bounded size."""
+    def _of_batches(self, X: Any, work: Callable[[Array], _Part]) -> list[_Part]:
+        """What a function makes of points, in arrays of bounded size."""
+        parts = [work(block) for block in self._batches(X, 0)]
+        if not parts:
+            raise ValueError("X has no batches; there must be one row or more")
+        return parts
+
+    def _batches(self, X: Any, first: int) -> Iterator[Array]:
+        """Points to transform, in arrays of bounded size, from the row of a number."""
         check_is_fitted(self)
+        X = as_arrays(X)
         if _is_tensor(X):
             _check_matrix(X.shape, self.n_features_in_)
         elif _is_batches(X):
             for batch in X:
-                yield from self._batches(batch)
+                for rows in self._batches(batch, first):
+                    yield rows
+                    first += len(rows)
             return
         else:
-            X = validate_data(self, X, dtype=_FLOATS, order="C", reset=False)
+            X = validate_data(
+                self, X, dtype=_FLOATS, order="C", reset=False, ensure_all_finite=False
+            )
         for start in range(0, X.shape[0], self._plan_.piece_rows):
             rows = X[start : start + self._plan_.piece_rows]
-            yield checked_rows(rows, start, self._plan_.dtype)
+            yield checked_rows(rows, first + start, self._plan_.dtype)
 
     # Settings.
 
@@ -367,8 +397,16 @@ class GMRA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):  #
         return self
 
 
+def _floats_for(X: Any) -> Any:
+    """The dtypes that X may have after scikit-learn's checks, which would make float64 of bfloat16
+    and float16; tensors of a shelf become float32, and so must arrays."""
+    dtype = getattr(X, "dtype", None)
+    is_float = isinstance(dtype, np.dtype) and dtype.kind in "fV"
+    return float_dtype(dtype) if is_float else _FLOATS
+
+
 def _is_tensor(X: Any) -> bool:
-    """Whether X is a matrix on a shelf."""
+    """Whether X is a matrix of a shelf, or of h5py: it is read in parts."""
     return hasattr(X, "iter_chunks") and hasattr(X, "shape")
 
 

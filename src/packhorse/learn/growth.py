@@ -36,7 +36,7 @@ from packhorse.learn.cells import Cuts, Plane, Router, cut_sample, leaves_of, sp
 from packhorse.learn.nodes import Node, NodeTensors
 from packhorse.learn.notes import Notes
 from packhorse.learn.streaming import Piece, WideCell, nbytes_of, spectra_of
-from packhorse.learn.tensors import Rows, Tensors, blocks_of, checked_rows
+from packhorse.learn.tensors import Rows, Tensors, as_arrays, blocks_of, checked_rows, chunk_rows
 from packhorse.learn.writing import Writer
 
 __all__ = ["Growth", "Item", "Plan"]
@@ -106,7 +106,7 @@ class Plan:
         """Rows that are read at a time: whole chunks of a piece, if there is room for one."""
         fitting = _BLOCK_NBYTES // (self.width * self.dtype.itemsize)
         rows = max(min(self.piece_rows // _PIECE_BLOCKS, fitting), 1)
-        chunk = max(1, self.chunk_nbytes // (self.width * self.dtype.itemsize))
+        chunk = chunk_rows(self.width, self.dtype, self.chunk_nbytes)
         return rows - rows % chunk if rows > chunk else rows
 
     @property
@@ -197,7 +197,7 @@ class Growth:
         """The points of a piece."""
         if leaf["part"] is None:
             return self.source
-        return self.shelf[self._part_name(leaf["part"])]  # type: ignore[no-any-return]
+        return as_arrays(self.shelf[self._part_name(leaf["part"])])  # type: ignore[no-any-return]
 
     def _part_name(self, number: int) -> str:
         return f"{self.name}/part-{number}"

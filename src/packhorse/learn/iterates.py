@@ -136,7 +136,7 @@ class Iterates:
         Yields:
             Columns of weights, and the rows that they are for.
         """
-        rows = self._shelf[self._key("rows")]
+        rows = self._shelf[self._key("rows")].as_framework("np")
         places = np.arange(self.count - self.rank, self.count)
         placed = np.zeros((len(weights), len(rows)), np.float32)
         placed[:, places if self._ring is None else places % self._ring] = weights
@@ -223,7 +223,7 @@ class Iterates:
                 return Moments(0, np.zeros(self.numel), np.zeros(self.numel))
             mean, squares = (np.array(self._shelf[self._key(x)]) for x in ("mean", "squares"))
             moments = Moments(n_stored, mean, squares)
-            rows = self._shelf[self._key("rows")]
+            rows = self._shelf[self._key("rows")].as_framework("np")
             for start in range(n_stored, count, _READ_AT_ONCE):
                 places = range(start, min(start + _READ_AT_ONCE, count))
                 moments.add(*(rows[i if self._ring is None else i % self._ring] for i in places))

@@ -14,7 +14,7 @@ import numpy as np
 
 from packhorse.learn.bases import Array
 from packhorse.learn.cells import Plane
-from packhorse.learn.tensors import Shelf, Tensors
+from packhorse.learn.tensors import Shelf, Tensors, as_arrays
 from packhorse.learn.writing import Writer
 
 __all__ = ["Node", "NodeTensors", "Nodes", "finished", "read_parent"]
@@ -152,7 +152,8 @@ def finished(shelf: Tensors, name: str) -> Nodes:
     Returns:
         The cells.
     """
-    tensors = {part: shelf[f"{name}/nodes/{part}"] for part in ("integers", "floats", *_MATRICES)}
+    parts = ("integers", "floats", *_MATRICES)
+    tensors = {part: as_arrays(shelf[f"{name}/nodes/{part}"]) for part in parts}
     integers, floats = (np.array(tensors.pop(part)[:]) for part in ("integers", "floats"))
     return Nodes(integers, floats, tensors)
 

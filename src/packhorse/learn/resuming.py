@@ -19,7 +19,7 @@ from packhorse.errors import CompatibilityError
 from packhorse.learn.growth import Growth, Plan
 from packhorse.learn.nodes import Nodes, finished
 from packhorse.learn.notes import cut_parts, read_stack
-from packhorse.learn.tensors import Rows, Shelf, Tensors, checked_rows, float_dtype
+from packhorse.learn.tensors import Rows, Shelf, Tensors, as_arrays, checked_rows, float_dtype
 
 __all__ = ["gather", "read", "run"]
 
@@ -41,12 +41,15 @@ def gather(batches: Iterable[Any], shelf: Tensors, name: str) -> Rows:
         name: the beginning of its name.
 
     Raises:
-        ValueError: a batch has a wrong shape or a number that is not finite, or there is none.
+        ValueError: a batch has a wrong shape or a number that is not finite, or all batches have
+            less than two rows.
     """
     path = f"{name}/points"
     n_seen = 0
     for number, batch in enumerate(batches):
-        rows = np.asarray(batch)
+        rows = np.asarray(as_arrays(batch))
+        if rows.ndim == 2 and not len(rows):
+            continue
         if path not in shelf:
             if rows.ndim == 2 and rows.size:
                 shelf.create(path, (0, rows.shape[1]), float_dtype(rows.dtype))
@@ -54,7 +57,7 @@ def gather(batches: Iterable[Any], shelf: Tensors, name: str) -> Rows:
                 raise ValueError(
                     f"batch {number} of X has the shape {rows.shape}; it must be a matrix"
                 )
-        tensor = shelf[path]
+        tensor = as_arrays(shelf[path])
         n_there, width = tensor.shape
         if rows.ndim != 2 or rows.shape[1] != width:
             columns = f"{rows.shape[1]} columns" if rows.ndim == 2 else f"the shape {rows.shape}"
@@ -65,9 +68,9 @@ def gather(batches: Iterable[Any], shelf: Tensors, name: str) -> Rows:
         n_seen += len(rows)
         if n_seen > n_there:
             tensor.append(rows[len(rows) - (n_seen - n_there) :])
-    if not n_seen:
-        raise ValueError("X has no batches; there must be two rows or more")
-    points: Rows = shelf[path]
+    if n_seen < 2:
+        raise ValueError(f"the batches of X have {n_seen} rows in all; there must be two or more")
+    points: Rows = as_arrays(shelf[path])
     return points
 
 

@@ -21,6 +21,7 @@ import operator
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -42,6 +43,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from packhorse.learn.background import BackgroundQueue
 from packhorse.learn.iterates import Iterates, Layout, difference
 from packhorse.learn.moments import Row
+from packhorse.learn.tensors import check_shelf
 from packhorse.torch_framework import FRAMEWORK
 
 if TYPE_CHECKING:
@@ -111,7 +113,8 @@ class SWAG:
                 `collect` waits.
 
         Raises:
-            TypeError: the model is no module, or has parameters that cannot be read.
+            TypeError: the model is no module, or has parameters that cannot be read; or another
+                argument is something else than it must be.
             ValueError: the posterior on the shelf is of a model with other parameters, or was begun
                 with another `max_rank`; or the model has nothing to train.
             CompatibilityError: the posterior was written by a later release.
@@ -124,6 +127,7 @@ class SWAG:
             max_rank = _at_least(2, max_rank=max_rank)
         max_pending = _at_least(1, max_pending=max_pending)
         self._layout = _layout(self._model)
+        check_shelf(shelf, name, writes=False)
         self._shelf = cast("Shelf", shelf)  # nothing is written to the view of a tag
         self._name = name
         self._iterates = Iterates(self._shelf, name, self._layout, max_rank)
@@ -238,7 +242,7 @@ class SWAG:
             For each parameter that is sampled, a float64 tensor on the CPU.
 
         Raises:
-            ValueError: as for `mean`.
+            ValueError: no iterate was collected.
         """
         self._finish_writing(1)
         variance = torch.from_numpy(self._iterates.moments().variance())
@@ -340,7 +344,7 @@ class SWAG:
         self._n_calls += 1
         if step is None:
             return self._n_calls % self._every == 0
-        if operator.index(step) % self._every:
+        if _integer(step=step) % self._every:
             return False
         newest = self._queue.last()
         last = self._iterates.last_step if newest is None or newest[1] is None else newest[1]
@@ -383,8 +387,8 @@ class SWAG:
 
     def _draw(self, n: int, scale: float, generator: torch.Generator | None) -> Tensor:
         """Samples as rows."""
-        if not 0 <= scale < math.inf:
-            raise ValueError(f"scale is {scale}; it must be 0 or more, and finite")
+        if not isinstance(scale, Real) or not 0 <= scale < math.inf:
+            raise ValueError(f"scale is {scale!r}; it must be 0 or more, and finite")
         self._finish_writing(2 if scale else 1)
         with self._shelf.reading():
             moments, rank = self._iterates.moments(), self._iterates.rank
@@ -434,9 +438,17 @@ class SWAG:
         return state
 
 
-def _at_least(least: int, **arguments: int) -> int:
+def _integer(**arguments: Any) -> int:
     ((name, value),) = arguments.items()
-    if operator.index(value) < least:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}; it must be an integer") from None
+
+
+def _at_least(least: int, **arguments: Any) -> int:
+    ((name, value),) = arguments.items()
+    if _integer(**arguments) < least:
         raise ValueError(f"{name} is {value}; it must be at least {least}")
     return operator.index(value)
 
@@ -473,7 +485,7 @@ def _split(row: Tensor, layout: Layout) -> list[Tensor]:
 def _generator(seed: int | torch.Generator | None) -> torch.Generator | None:
     if seed is None or isinstance(seed, torch.Generator):
         return seed
-    return torch.Generator().manual_seed(operator.index(seed))
+    return torch.Generator().manual_seed(_integer(seed=seed))
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -510,6 +522,11 @@ def _probabilities(model: nn.Module, loader: Iterable[Any]) -> Tensor:
     found = []
     for batch in loader:
         inputs = batch[0] if isinstance(batch, list | tuple) else batch
+        if not hasattr(inputs, "to"):
+            raise TypeError(
+                f"the loader gives a {type(inputs).__name__}; it must give tensors, or tuples of "
+                "which the first item is one"
+            )
         found.append(model(inputs.to(device)).float().softmax(dim=-1).cpu().double())
     if not found:
         raise ValueError("the loader gives nothing, or gives something only once; use a DataLoader")

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from packhorse.framework import framework_of, to_array
 from packhorse.learn.bases import Array
 
 __all__ = [
@@ -20,8 +21,11 @@ __all__ = [
     "Rows",
     "Shelf",
     "Tensors",
+    "as_arrays",
     "blocks_of",
+    "check_shelf",
     "checked_rows",
+    "chunk_rows",
     "float_dtype",
 ]
 
@@ -160,13 +164,66 @@ class MemoryShelf:
         return name in self._tensors
 
 
+def as_arrays(matrix: Any) -> Any:
+    """The same matrix in NumPy: a tensor of a shelf gives arrays, whatever its shelf gives.
+    A tensor of PyTorch is copied, as NumPy reads no bfloat16 of it. Anything else stays as it is.
+
+    Args:
+        matrix: points, or a tensor of a fit.
+    """
+    if hasattr(matrix, "as_framework"):
+        return matrix.as_framework("np")
+    framework = framework_of(matrix)
+    if framework is None or framework.name == "np":
+        return matrix
+    return to_array(matrix, framework)
+
+
+def check_shelf(shelf: Any, name: Any, *, writes: bool) -> None:
+    """Make sure that a caller gave a shelf, and the beginning of names there.
+
+    Args:
+        shelf: the shelf, or the state of a tag.
+        name: the beginning.
+        writes: whether something will be written.
+
+    Raises:
+        TypeError: one of them is something else.
+        ValueError: no tensor can have such a name.
+        PermissionError: a tag cannot be written to.
+    """
+    if not (hasattr(shelf, "reading") and hasattr(shelf, "load")):
+        raise TypeError(f"shelf is a {type(shelf).__name__}; it must be a packhorse.disk.Shelf")
+    if writes and not hasattr(shelf, "create"):
+        raise PermissionError("shelf is the state of a tag, which cannot change; give the shelf")
+    if not isinstance(name, str):
+        raise TypeError(f"name is {name!r}; it must be a string")
+    shelf.keys(f"{name}/")  # refuses what no name can begin with
+
+
+def chunk_rows(width: int, dtype: Any, nbytes: int) -> int:
+    """The rows of a chunk of a matrix on a shelf.
+
+    Args:
+        width: the number of its columns.
+        dtype: of its elements.
+        nbytes: about how many bytes a chunk has.
+    """
+    return max(1, int(nbytes // max(1, width * np.dtype(dtype).itemsize)))
+
+
 def float_dtype(dtype: Any) -> np.dtype[Any]:
     """The dtype to compute in: float32 for itself and floats of fewer bits, otherwise float64.
 
     Args:
         dtype: of the points.
+
+    Raises:
+        ValueError: they are complex numbers.
     """
     dtype = np.dtype(dtype)
+    if dtype.kind == "c":
+        raise ValueError(f"X has complex numbers ({dtype}); GMRA needs real numbers")
     narrow = dtype.kind == "f" and dtype.itemsize <= 4
     narrow = narrow or dtype.name in ("bfloat16", *_FLOAT8)
     return np.dtype(np.float32 if narrow else np.float64)
@@ -184,15 +241,19 @@ def checked_rows(rows: Any, first: int | Array, dtype: Any) -> Array:
         dtype: to compute in.
 
     Raises:
-        ValueError: one of them has NaN or infinity.
+        ValueError: one of them has NaN or infinity, or they are complex.
     """
+    float_dtype(rows.dtype)
     found: Array = np.ascontiguousarray(rows, dtype)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if np.isfinite(found.sum()):  # NaN and infinity stay in a sum; to look at each takes longer
+            return found
     finite = np.isfinite(found).all(axis=1)
-    if not finite.all():
-        place = int(np.argmin(finite))
-        row = first + place if isinstance(first, int) else first[place]
-        raise ValueError(f"row {row} of X has NaN or infinity; GMRA needs finite numbers")
-    return found
+    if finite.all():
+        return found
+    place = int(np.argmin(finite))
+    row = first + place if isinstance(first, int) else first[place]
+    raise ValueError(f"row {row} of X has NaN or infinity; GMRA needs finite numbers")
 
 
 def blocks_of(rows: Rows, first: int, block_rows: int, dtype: Any) -> Generator[Array]:
@@ -208,12 +269,12 @@ def blocks_of(rows: Rows, first: int, block_rows: int, dtype: Any) -> Generator[
         dtype: to compute in, and for `checked_rows`; None for rows that were checked.
     """
     for block in _read_blocks(rows, first, block_rows):
-        yield np.asarray(block) if dtype is None else checked_rows(block, first, dtype)
+        yield block if dtype is None else checked_rows(block, first, dtype)
         first += len(block)
 
 
-def _read_blocks(rows: Rows, first: int, block_rows: int) -> Iterator[Array]:
-    if first or not hasattr(rows, "iter_chunks"):
+def _read_blocks(rows: Any, first: int, block_rows: int) -> Iterator[Array]:
+    if first or not hasattr(rows, "as_framework"):  # also of h5py, whose chunks are something else
         return (rows[i : i + block_rows] for i in range(first, rows.shape[0], block_rows))
     nbytes = block_rows * rows.shape[1] * np.dtype(rows.dtype).itemsize
     return _cut_again(rows.iter_chunks(nbytes), block_rows)

@@ -18,7 +18,7 @@ import numpy as np
 
 from packhorse.learn.background import BackgroundQueue
 from packhorse.learn.bases import Array
-from packhorse.learn.tensors import MemoryShelf, Shelf
+from packhorse.learn.tensors import MemoryShelf, Shelf, chunk_rows
 
 __all__ = ["MemoryWriter", "ShelfWriter", "Writer"]
 
@@ -147,7 +147,7 @@ class ShelfWriter:
         """
         make = partial(self._shelf.create, name, (0, width), dtype, chunk_nbytes=chunk_nbytes)
         self._bundle.append(make)
-        self._chunk_rows[name] = max(1, chunk_nbytes // max(1, width * np.dtype(dtype).itemsize))
+        self._chunk_rows[name] = chunk_rows(width, dtype, chunk_nbytes)
 
     def append(self, name: str, rows: Array) -> None:
         """Adds rows at the end of a matrix.

@@ -47,16 +47,16 @@ def read_blocks(
     if changes is not None:
         yield from _blocks_of_changes(session, name, nbytes, changes)
         return
+    label, known = str(session.path), session.settings.known
     with session.folder.keep() as held, ThreadPoolExecutor(1) as pool:
         with session.folder.using(held) as txn:
-            state = State(txn, held.head, held.head.epoch, session.settings.known, "")
-            epoch = state.epoch if tag is None else session.find_tag(state, tag).epoch
+            state = State(txn, held.head, held.head.epoch, known, label)
+            epoch = state.epoch if tag is None else state.tag(tag).epoch
             record = session.checked(state.at(epoch).entry(name), name, tag)
         runs, memory = _runs(record, nbytes), _Memory()
 
         def work(rows: range) -> Array:
             with session.folder.using(held) as txn:
-                label, known = str(session.path), session.settings.known
                 state = State(txn, held.head, epoch, known, label)
                 chunks = StateChunks(state, session.settings, f"{label}: {name!r}")
                 return _read(record, chunks, rows, memory)

@@ -163,7 +163,7 @@ class Changes:
     # Reading.
 
     def _committed(self) -> Committed:
-        return Committed(self._folder, self._settings)
+        return Committed(self._folder, self._settings, newest=True)
 
     def load(self, record: TensorRecord, numbers: list[int]) -> list[Array | None]:
         """As `rows.Chunks.load`."""

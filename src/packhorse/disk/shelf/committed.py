@@ -71,21 +71,34 @@ class StateChunks:
 
 
 class Committed:
-    """The newest committed state, as a context."""
+    """A committed state, as a context."""
 
-    __slots__ = ("_context", "_folder", "_settings")
+    __slots__ = ("_folder", "_newest", "_reading", "_settings", "_tag")
 
-    def __init__(self, folder: Folder, settings: Settings) -> None:
+    def __init__(
+        self, folder: Folder, settings: Settings, tag: str | None = None, *, newest: bool = False
+    ) -> None:
         """Args:
         folder: of the shelf.
         settings: of the shelf.
+        tag: of the state; None for no tag.
+        newest: whether it is the newest one also if this thread holds another.
         """
         self._folder, self._settings = folder, settings
+        self._tag, self._newest = tag, newest
 
     def __enter__(self) -> State:
-        self._context = self._folder.read_newest()
-        txn, head = self._context.__enter__()
-        return State(txn, head, head.epoch, self._settings.known, str(self._folder.path))
+        folder = self._folder
+        self._reading = folder.read_newest() if self._newest else folder.read()
+        txn, head = self._reading.__enter__()
+        state = State(txn, head, head.epoch, self._settings.known, str(folder.path))
+        if self._tag is None:
+            return state
+        try:
+            return state.at(state.tag(self._tag).epoch)
+        except BaseException as error:
+            self._reading.__exit__(type(error), error, None)
+            raise
 
     def __exit__(self, *error: Any) -> None:
-        self._context.__exit__(*error)
+        self._reading.__exit__(*error)

@@ -34,6 +34,7 @@ __all__ = [
 # takes little, so that the process has some left for its arrays, and the map grows when it must.
 _MAP_NBYTES = 1 << 40
 _SMALL_MAP_NBYTES = 1 << 30
+_LEAST_MAP_NBYTES = 1 << 20
 _PAGE_NBYTES = 4096
 _MAX_READERS = 510
 _WATCH_S = 0.1
@@ -138,7 +139,7 @@ def open_environment(path: Path, *, writes: bool, more_than: int = 0) -> Any:
 
 def _map_sizes(path: Path, more_than: int) -> Iterator[int]:
     """Lengths of the map to ask for, the best first."""
-    needed = max(path.stat().st_size if path.exists() else 0, _PAGE_NBYTES, more_than)
+    needed = max(path.stat().st_size if path.exists() else 0, _LEAST_MAP_NBYTES, more_than)
     if not more_than:
         yield max(_MAP_NBYTES, 2 * needed)
     wanted = [2 * needed, needed * 3 // 2, needed * 5 // 4, needed]
@@ -194,7 +195,8 @@ def error_of(error: Any, path: Path, written: Path | None = None) -> Exception:
         lmdb.IncompatibleError, lmdb.PageFullError, lmdb.CursorFullError,
     )  # fmt: skip
     if isinstance(error, corrupted):
-        return CorruptionError(f"{path}: the file is damaged, or not a shelf: {error}")
+        words = str(error).removeprefix(f"{path}: ")
+        return CorruptionError(f"{path}: the file is damaged, or not a shelf: {words}")
     if isinstance(error, lmdb.ReadersFullError):
         return OSError(errno.EAGAIN, f"more than {_MAX_READERS} readers at a time", str(path))
     return _system_error(error, path, written)

@@ -8,25 +8,22 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 from packhorse.disk.shelf.changes import Changes
-from packhorse.disk.shelf.committed import Settings, StateChunks
+from packhorse.disk.shelf.committed import Committed, Settings, StateChunks
 from packhorse.disk.shelf.new_chunks import delete_unused_chunks
-from packhorse.disk.shelf.records import CHUNK_KEY, Entry, Head, StateRecord, TensorRecord
+from packhorse.disk.shelf.records import CHUNK_KEY, Entry, StateRecord, TensorRecord
 from packhorse.disk.shelf.rows import Chunks
 from packhorse.disk.shelf.store import Folder
-from packhorse.disk.shelf.versions import State, Tag
 from packhorse.errors import ClosedError
 
 __all__ = ["Session", "missing"]
 
 
-def missing(name: object, path: Path, tag: str | None) -> KeyError:
+def missing(name: object, path: Path, tag: str | None, what: str = "tensor") -> KeyError:
     """The error for a name that a shelf does not have."""
     where = f"{path}" if tag is None else f"{path}, tag {tag!r}"
-    return KeyError(f"{where}: there is no tensor {name!r}")
+    return KeyError(f"{where}: there is no {what} {name!r}")
 
 
 class Session:
@@ -103,13 +100,14 @@ class Session:
         because what its parent has written ahead may be gone at any time."""
         return self._changes if self._owner == _me() else None
 
-    def state(self, tag: str | None = None) -> _StateContext:
-        """A committed state, as a context: the newest one, or that of a tag.
+    def state(self, tag: str | None = None) -> Committed:
+        """A committed state, as a context: the one that this thread holds, or else the newest; or
+        that of a tag.
 
         Args:
-            tag: of the state; None for the newest.
+            tag: of the state; None for no tag.
         """
-        return _StateContext(self, tag)
+        return Committed(self.folder, self.settings, tag)
 
     @contextmanager
     def tensor(self, name: str, tag: str | None) -> Iterator[tuple[TensorRecord, Chunks]]:
@@ -122,7 +120,7 @@ class Session:
         if changes is not None:
             yield self.checked(changes.entry(name), name, tag), changes
             return
-        with _StateContext(self, tag) as state:
+        with self.state(tag) as state:
             record = self.checked(state.entry(name), name, tag)
             yield record, StateChunks(state, self.settings, f"{self.path}: {name!r}")
 
@@ -153,7 +151,7 @@ class Session:
         if changes is not None:
             self.check_open()
             return changes.entry(name)
-        with _StateContext(self, tag) as state:
+        with self.state(tag) as state:
             return state.entry(name)
 
     def has(self, name: str, tag: str | None) -> bool:
@@ -162,7 +160,7 @@ class Session:
         if changes is not None:
             self.check_open()
             return changes.has(name)
-        with _StateContext(self, tag) as state:
+        with self.state(tag) as state:
             return state.has(name)
 
     def names(self, prefix: str, tag: str | None) -> list[str]:
@@ -170,24 +168,13 @@ class Session:
         changes = None if tag is not None else self.seen()
         if changes is not None:
             return changes.names(prefix)
-        with _StateContext(self, tag) as state:
+        with self.state(tag) as state:
             return state.names(prefix)
 
     def tags(self) -> list[str]:
         """The names of all tags, the oldest first."""
-        with _StateContext(self, None) as state:
+        with self.state() as state:
             return state.tag_names()
-
-    def find_tag(self, state: State, name: str) -> Tag:
-        """A tag.
-
-        Raises:
-            KeyError: there is no such tag.
-        """
-        tag = state.tag(name)
-        if tag is None:
-            raise KeyError(f"{self.path}: there is no tag {name!r}")
-        return tag
 
     # Writing.
 
@@ -266,38 +253,3 @@ class Session:
 def _me() -> tuple[int, int]:
     """This thread, and no thread of a forked child, where the numbers of threads are the same."""
     return os.getpid(), threading.get_ident()
-
-
-class _StateContext:
-    """A committed state, as a context."""
-
-    __slots__ = ("_context", "_session", "_tag")
-
-    def __init__(self, session: Session, tag: str | None) -> None:
-        self._session, self._tag = session, tag
-
-    def __enter__(self) -> State:
-        session = self._session
-        self._context = session.folder.read()
-        txn, head = self._context.__enter__()
-        try:
-            return self._state(txn, head)
-        except BaseException as error:
-            self._context.__exit__(type(error), error, None)
-            raise
-
-    def _state(self, txn: Any, head: Head) -> State:
-        session = self._session
-        known, label = session.settings.known, str(session.path)
-        state = State(txn, head, head.epoch, known, label)
-        if self._tag is None:
-            return state
-        return state.at(session.find_tag(state, self._tag).epoch)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._context.__exit__(kind, error, trace)

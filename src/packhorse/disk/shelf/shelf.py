@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -39,7 +38,7 @@ from packhorse.disk.shelf.records import (
 from packhorse.disk.shelf.results import ShelfInfo, ShelfProblem
 from packhorse.disk.shelf.rows import Chunks, read_rows
 from packhorse.disk.shelf.session import Session, missing
-from packhorse.disk.shelf.store import Folder
+from packhorse.disk.shelf.store import Folder, local_folder
 from packhorse.disk.shelf.tensor import ShelfTensor
 from packhorse.disk.shelf.upkeep import Progress, compact, find_problems, look_at
 from packhorse.disk.shelf.values import (
@@ -147,7 +146,7 @@ class ShelfView(Exports):
         if isinstance(entry, TensorRecord):
             raise TypeError(f"{self.path}: {name!r} is a tensor; use shelf[{name!r}]")
         if entry is None:
-            raise missing(name, self.path, self._tag)
+            raise missing(name, self.path, self._tag, "state")
         with self._reader(name) as chunks:
 
             def read(index: int, path: str) -> Any:
@@ -246,7 +245,7 @@ class Shelf(ShelfView, Imports):
             CompatibilityError: a later release wrote it.
             MissingBackendError: the package lmdb is not installed.
             OSError: the folder is on a network file system, or the system refuses.
-            ValueError: a wrong argument.
+            ValueError: a wrong argument, or the path is a URL.
         """
         if mode not in _MODES:
             raise ValueError(f"mode is {mode!r}; it must be 'r' or 'r+'")
@@ -259,7 +258,7 @@ class Shelf(ShelfView, Imports):
         )
         resolved = resolve_framework(framework)
         lmdb_module()  # before anything is created
-        folder = Folder(Path(path), writes=mode == "r+", timeout=timeout)
+        folder = Folder(local_folder(path), writes=mode == "r+", timeout=timeout)
         super().__init__(Session(folder, settings), resolved, None)
         self.mode = mode
 
@@ -531,7 +530,7 @@ class Shelf(ShelfView, Imports):
 
         def work(txn: Txn, head: Head) -> None:
             commit = Commit(txn, head, str(self.path))
-            found = self._session.find_tag(commit.state, check_name(tag, "a tag"))
+            found = commit.state.tag(check_name(tag, "a tag"))
             commit.roll_back(found.epoch)
             _put_head(txn, head)
 

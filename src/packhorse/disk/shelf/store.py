@@ -26,7 +26,7 @@ from packhorse.errors import ChangedError, ClosedError
 from packhorse.storage.atomic import sync_folder
 from packhorse.storage.folder_lock import FolderLock
 
-__all__ = ["Folder", "Held", "compact_file", "newest_file"]
+__all__ = ["Folder", "Held", "compact_file", "local_folder", "newest_file"]
 
 _Result = TypeVar("_Result")
 _FILE = re.compile(r"shelf-([0-9]{1,9})\.mdb")
@@ -39,6 +39,17 @@ _NETWORK = {
     "fuse.rclone", "fuse.glusterfs", "fuse.ceph", "fuse.ceph-fuse", "fuse.juicefs",
     "fuse.blobfuse", "fuse.blobfuse2", "fuse.goofys", "fuse.davfs",
 }  # fmt: skip
+
+
+def local_folder(path: str | os.PathLike[str]) -> Path:
+    """The folder that a caller names.
+
+    Raises:
+        ValueError: it is a URL.
+    """
+    if "://" in str(path):
+        raise ValueError(f"{path}: a shelf lies in a folder of a local disk, never at a URL")
+    return Path(path)
 
 
 def newest_file(folder: Path) -> Path | None:

@@ -33,6 +33,7 @@ from packhorse.disk.shelf.values import (
     as_operand,
     check_kind,
     check_size,
+    run_nbytes,
     to_framework,
     whole_number,
 )
@@ -179,13 +180,13 @@ class ShelfTensor:
             New arrays or tensors of shape (rows, *shape[1:]).
 
         Raises:
-            TypeError: the tensor has no axes.
+            TypeError: the tensor has no axes, or `nbytes` is no integer.
             CorruptionError: a chunk is damaged; the message names it.
         """
         if not self.shape:
             raise TypeError("iteration over a 0-d tensor")
         limit = min(_BLOCK_NBYTES, max(1 << 20, self._session.settings.cache.max_nbytes // 4))
-        blocks = read_blocks(self._session, self.name, self.tag, nbytes or limit)
+        blocks = read_blocks(self._session, self.name, self.tag, run_nbytes(nbytes, limit))
         for dtype, block in blocks:
             yield to_framework(block, dtype, self._framework)
 
@@ -355,7 +356,7 @@ class ShelfTensor:
             Exception: what the function raised; nothing is written then.
         """
         self._check_no_tag()
-        self._change(lambda block, _: function(block), nbytes or _BLOCK_NBYTES)
+        self._change(lambda block, _: function(block), run_nbytes(nbytes, _BLOCK_NBYTES))
 
     def _change(self, function: Callable[[Any, Any], Any], nbytes: int) -> None:
         """Replace all elements by those that a function of a block and its place returns."""

@@ -100,7 +100,7 @@ class _Check:
         states: list[tuple[str | None, State]] = [(None, self._state)]
         for name in self._state.tag_names():
             try:
-                tag = self._session.find_tag(self._state, name)
+                tag = self._state.tag(name)
             except (CorruptionError, KeyError) as error:
                 yield ShelfProblem("", name, None, str(error))
             else:

@@ -21,6 +21,7 @@ __all__ = [
     "check_size",
     "dtype_name",
     "form_of",
+    "run_nbytes",
     "to_framework",
     "whole_number",
 ]
@@ -88,6 +89,19 @@ def whole_number(value: Any, what: str) -> int:
         return int(operator.index(value))
     except TypeError:
         raise TypeError(f"{what} is {value!r}; it must be an integer") from None
+
+
+def run_nbytes(nbytes: Any, otherwise: int) -> int:
+    """How many bytes a run of rows may have.
+
+    Args:
+        nbytes: what a caller asks for; None or 0 for `otherwise`.
+        otherwise: the default.
+
+    Raises:
+        TypeError: it is no integer.
+    """
+    return otherwise if nbytes is None else whole_number(nbytes, "nbytes") or otherwise
 
 
 def form_of(value: Any) -> tuple[str, tuple[int, ...]]:

@@ -323,16 +323,17 @@ class State:
         label = f"{self._label}: tag {name!r}"
         return Tag(name, *parse_tag(key.decode(errors="backslashreplace"), value, label))
 
-    def tag(self, name: str) -> Tag | None:
-        """A tag; None if there is none of this name.
+    def tag(self, name: str) -> Tag:
+        """A tag.
 
         Raises:
+            KeyError: there is none of this name.
             CorruptionError: it is damaged.
         """
         for record in self._tag_records():
             if name_of_tag(*record) == name:
                 return self._tag(*record)
-        return None
+        raise KeyError(f"{self._label}: there is no tag {name!r}")
 
 
 def delete_tag(txn: Txn, name: str) -> bool:
