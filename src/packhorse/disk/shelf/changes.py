@@ -494,6 +494,7 @@ class Changes:
         next_chunk = self._new.write(commit, txn)
         grown = {tensor: self._point(commit, head, tensor) for tensor in self._slots}
         self._enter(commit, grown, serial)
+        commit.settle()
         new_head = replace(
             head, next_tensor=self._next_tensor, next_chunk=next_chunk, n_commits=serial
         )
