@@ -22,6 +22,7 @@ from packhorse.codecs.base import ByteArray
 from packhorse.disk.shelf.records import ChunkRecord, Pointer, TensorRecord
 from packhorse.errors import BaseMismatchError, CompatibilityError, CorruptionError, blaming
 from packhorse.frame import Frame, Plan, compress_buffer
+from packhorse.frame.template import Template
 from packhorse.framework import resolve_framework
 from packhorse.layout import DTYPE_BY_NAME, Level
 from packhorse.process import at_fork
@@ -43,8 +44,10 @@ __all__ = [
 ]
 
 Array: TypeAlias = NDArray[Any]
+Shape: TypeAlias = tuple[int, ...]
 _USES_OF_PLAN, _LONGER, _MAX_PLANS, _MAX_TABLES = 31, 1.2, 1024, 64
 _MAX_OF_TABLE = 1 << 20  # chunks: 8 MiB of addresses
+_SHORT_NBYTES = 1 << 16  # of a chunk for which the fixed cost of a call counts
 _FEW = 4  # chunks that one thread decodes as fast as several
 
 
@@ -134,6 +137,22 @@ class Packed(NamedTuple):
     has_base: bool
 
 
+class _Pattern(NamedTuple):
+    """How a chunk was packed, to pack alike ones in the same way.
+
+    Attributes:
+        plan: of its frame.
+        nbytes: of its frame.
+        n_left: how many more chunks may be packed so.
+        template: for short chunks.
+    """
+
+    plan: Plan
+    nbytes: int
+    n_left: int
+    template: Template | None
+
+
 class Planner:
     """The plans of frames that were made, to be used again for the next chunks of a tensor.
 
@@ -144,31 +163,48 @@ class Planner:
 
     def __init__(self) -> None:
         """Knows no plans."""
-        self._plans: OrderedDict[tuple[int, int], tuple[Plan, int, int]] = OrderedDict()
+        self._patterns: OrderedDict[tuple[int, int], _Pattern] = OrderedDict()
 
-    def pack(self, key: tuple[int, int], pack: Callable[[Plan | None], Frame]) -> Frame:
+    def pack(self, record: TensorRecord, data: ByteArray, shape: Shape, level: Level) -> Packed:
         """Pack a chunk.
 
         Args:
-            key: which chunks are alike.
-            pack: packs the chunk by a plan, or makes one.
+            record: the tensor.
+            data: the bytes of the chunk.
+            shape: of the chunk.
+            level: how hard to try.
 
         Returns:
             The frame.
         """
-        plan, nbytes, n_left = self._plans.get(key, (None, 0, 0))
-        frame = pack(plan if n_left > 0 else None)
-        if plan is not None and n_left > 0 and frame.nbytes > nbytes * _LONGER:
-            anew = pack(None)
-            frame = anew if anew.nbytes < frame.nbytes else frame
-            n_left = 0
-        if plan is not None and n_left > 0:
-            self._plans[key] = plan, nbytes, n_left - 1
-        elif frame.plan is not None:
-            self._plans[key] = frame.plan, frame.nbytes, _USES_OF_PLAN
-            while len(self._plans) > _MAX_PLANS:
-                self._plans.popitem(last=False)
-        return frame
+        key = record.id, data.size
+        pattern = self._patterns.get(key)
+        packed = None
+        if pattern is not None and pattern.n_left > 0:
+            if pattern.template is not None:
+                packed = Packed(*pattern.template.pack(data), False)
+            else:
+                packed = _packed(_compress(record, data, shape, level, pattern.plan))
+            if len(packed.frame) <= pattern.nbytes * _LONGER:
+                self._patterns[key] = pattern._replace(n_left=pattern.n_left - 1)
+                return packed
+        frame = _compress(record, data, shape, level, None)
+        if frame.plan is not None:
+            template = Template.of(frame) if data.size < _SHORT_NBYTES else None
+            self._patterns[key] = _Pattern(frame.plan, frame.nbytes, _USES_OF_PLAN, template)
+            while len(self._patterns) > _MAX_PLANS:
+                self._patterns.popitem(last=False)
+        return packed if packed and len(packed.frame) <= frame.nbytes else _packed(frame)
+
+
+def _compress(
+    record: TensorRecord, data: ByteArray, shape: Shape, level: Level, plan: Plan | None
+) -> Frame:
+    return compress_buffer(data, record.dtype, shape, level=level, threads=1, like=plan)
+
+
+def _packed(frame: Frame) -> Packed:
+    return Packed(frame.to_bytes(), frame.content_hash, frame.base_hash is not None)
 
 
 def pack_chunk(
@@ -186,26 +222,19 @@ def pack_chunk(
     Returns:
         The frame; without a base if the base does not help.
     """
-    arrays = resolve_framework("np")
     bits, n_rows = DTYPE_BY_NAME[record.dtype].bits, _n_rows(record, chunk.size)
-    shape: tuple[int, ...] = (n_rows, chunk.size // n_rows)
+    shape: Shape = (n_rows, chunk.size // n_rows)
     if chunk.size * bits % 8:
         chunk = np.concatenate([chunk, np.zeros(-chunk.size % 8, chunk.dtype)])
         shape = (chunk.size,)
-    data = arrays.readable(chunk)[0]
+    data = _bytes_of(chunk)
     if base is None or base.data.size != chunk.size:
-        frame = planner.pack(
-            (record.id, data.size),
-            lambda plan: compress_buffer(
-                data, record.dtype, shape, level=level, threads=1, like=plan
-            ),
-        )
-    else:
-        frame = compress_buffer(
-            data, record.dtype, shape, level=level, threads=1, base=_bytes_of(base.data),
-            base_hash=base.content_hash,
-        )  # fmt: skip
-    return Packed(frame.to_bytes(), frame.content_hash, frame.base_hash is not None)
+        return planner.pack(record, data, shape, level)
+    frame = compress_buffer(
+        data, record.dtype, shape, level=level, threads=1, base=_bytes_of(base.data),
+        base_hash=base.content_hash,
+    )  # fmt: skip
+    return _packed(frame)
 
 
 def _n_rows(record: TensorRecord, numel: int) -> int:

@@ -262,11 +262,7 @@ class Commit:
         key = entry_key(name, self.head.epoch)
         found = self._older_entry(key)
         is_kept = found is not None and found[0] == key and entry is not None  # and written over
-        if (
-            found is not None
-            and not is_kept
-            and EPOCH.unpack(found[0][-4:])[0] > self._newest_tag
-        ):
+        if found is not None and not is_kept and EPOCH.unpack(found[0][-4:])[0] > self._newest_tag:
             self._txn.handle.delete(found[0], db=table)
             found = self._older_entry(key)
         if entry is not None or (found is not None and not is_removed(found[1])):
