@@ -6,10 +6,11 @@ they are packed, in threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import TypeAlias
 
 import numpy as np
@@ -21,13 +22,13 @@ from packhorse.disk.shelf.chunks import (
     clear,
     dtype_of,
     pack_chunk,
-    patch_rows,
     stored,
 )
 from packhorse.disk.shelf.commits import Commit
 from packhorse.disk.shelf.committed import Committed, Settings, StateChunks
 from packhorse.disk.shelf.engine import Txn
 from packhorse.disk.shelf.new_chunks import NewChunks
+from packhorse.disk.shelf.patches import begin_patches, most_rows
 from packhorse.disk.shelf.records import (
     HEAD_KEY,
     Entry,
@@ -40,15 +41,13 @@ from packhorse.disk.shelf.rows import Change, changes_of
 from packhorse.disk.shelf.slots import Slot, content_of, nbytes_of
 from packhorse.disk.shelf.store import Folder
 from packhorse.disk.shelf.versions import State
-from packhorse.errors import CompatibilityError, CorruptionError, blaming
-from packhorse.layout import DTYPE_BY_NAME
+from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.threads import map_tensors
 
 __all__ = ["Changes"]
 
 _MAX_DIRTY_NBYTES = 1 << 26
-_ROWS_OF_PATCH = 4  # at most one row in so many is in a patch
-_AT_ONCE = 256  # chunks that are packed before the packed ones may be written
+_AT_ONCE = 256  # chunks that are changed or packed before the packed ones may be written
 
 
 # A chunk to pack: the number of its tensor, its own, and what it has become.
@@ -73,6 +72,7 @@ class Changes:
         self._folder, self._settings = folder, settings
         self.threads, self.cache_nbytes = settings.threads, settings.cache.max_nbytes
         self.entries: dict[str, Entry | None] = {}
+        self._found: dict[str, Entry | None] = {}  # entries before the transaction
         self._slots: dict[int, dict[int, Slot]] = {}
         self._foreign: dict[tuple[int, int], Slot] = {}  # with memory of the caller
         self._records: dict[int, TensorRecord] = {}
@@ -100,8 +100,10 @@ class Changes:
         """The entry of a name; None if there is none."""
         if name in self.entries:
             return self.entries[name]
-        with self._committed() as state:
-            return self._named(name, state.entry(name))
+        if name not in self._found:
+            with self._committed() as state:
+                self._found[name] = self._named(name, state.entry(name))
+        return self._found[name]
 
     def _named(self, name: str, entry: Entry | None) -> Entry | None:
         self._names.update({record.id: name for record in tensors_of(entry)})
@@ -256,14 +258,39 @@ class Changes:
         self._records[record.id] = record
         return self._slots.setdefault(record.id, {})
 
-    def change(self, record: TensorRecord, change: Change) -> None:
-        """Change a chunk.
+    def change(self, record: TensorRecord, changes: Iterable[Change]) -> None:
+        """Change chunks.
 
         Args:
             record: the tensor.
-            change: what is written to which chunk. Memory of the caller stays as it is until
-                `settle`.
+            changes: what is written to which chunk, each chunk once. Memory of the caller stays as
+                it is until `settle`.
         """
+        left = iter(changes)
+        while some := list(islice(left, _AT_ONCE)):
+            begun = self._begin_patches(record, some)
+            for change in some:
+                self._change(record, change, begun.get(change.number))
+
+    def _begin_patches(self, record: TensorRecord, changes: list[Change]) -> dict[int, Slot]:
+        """Patches of the chunks that may have one and have no changes yet, to add to."""
+        most = most_rows(record) if record.id < self._head.next_tensor else 0
+        slots = self._slots.get(record.id, {})
+        n_rows = {
+            change.number: len(change.values)
+            for change in changes
+            if change.has_rows
+            and not change.is_whole
+            and len(change.values) <= most
+            and change.number not in slots
+        }
+        if not n_rows:
+            return {}
+        with self._committed() as state:
+            return begin_patches(state, record, n_rows, self._label(record))
+
+    def _change(self, record: TensorRecord, change: Change, begun: Slot | None) -> None:
+        """Change a chunk, by a patch if one was begun."""
         slots = self._slots_of(record)
         self.n_writes += 1
         number = change.number
@@ -275,7 +302,10 @@ class Changes:
             slot.data, slot.is_own = change.values.reshape(-1), False
             self._foreign[record.id, number] = slot
             return
-        if change.has_rows and self._patch(record, change, slot):
+        if slot is None and begun is not None:
+            slot = slots[number] = begun
+            self._dirty_nbytes += nbytes_of(begun)
+        if change.has_rows and slot is not None and self._patch(record, change, slot):
             return
         data = self._writable(record, number, slot)
         change.write(data)
@@ -291,50 +321,17 @@ class Changes:
         if self._dirty_nbytes > _MAX_DIRTY_NBYTES:
             self.settle(everything=True)
 
-    def _patch(self, record: TensorRecord, change: Change, slot: Slot | None) -> bool:
-        """Note a change of few rows, without the other rows of the chunk. Returns False if the
-        chunk must be packed as a whole."""
-        limit = record.grid.rows_per_chunk // _ROWS_OF_PATCH
-        n_rows, is_plain = len(change.values), record.base is None
-        if n_rows > limit or not is_plain or DTYPE_BY_NAME[record.dtype].bits < 8:
+    def _patch(self, record: TensorRecord, change: Change, slot: Slot) -> bool:
+        """Add rows to a patch. Returns False if the chunk has none, or it would have too many."""
+        patch, places = slot.patch, change.places
+        if patch is None or len(patch.keys() | set(places)) > most_rows(record):
             return False
-        if slot is None:
-            slot = self._begin_patch(record, change.number, limit - n_rows)
-            if slot is None:
-                return False
-            self._slots[record.id][change.number] = slot
-        patch = slot.patch
-        places = change.places
-        if patch is None or len(patch.keys() | set(places)) > limit:
-            return False
-        values = change.values.copy()
-        for place, row in zip(places, values, strict=True):
+        for place, row in zip(places, change.values.copy(), strict=True):
             before = patch.get(place)
             self._dirty_nbytes += row.nbytes - (0 if before is None else before.nbytes)
             patch[place] = row
         self._pack_if_full()
         return True
-
-    def _begin_patch(self, record: TensorRecord, number: int, most: int) -> Slot | None:
-        """A patch of a committed chunk that has no changes yet, with the rows that the chunk
-        itself is a patch of; None if there is no such chunk, or these rows are more than `most`."""
-        if record.id >= self._head.next_tensor:
-            return None
-        with self._committed() as state:
-            (pointer,) = state.pointers(record, [number], self._label(record))
-            if not pointer.chunk:
-                return None
-            with blaming(f"{self._label(record)}: chunk {number}, stored as {pointer.chunk}"):
-                (found,) = state.chunks([pointer.chunk])
-                if found.places is None:
-                    return Slot(None, patch={}, base=pointer.chunk, base_nbytes=pointer.nbytes)
-                if len(found.places) > most:
-                    return None
-                rows = patch_rows(record, found)
-            patch = dict(zip(found.places, rows, strict=True))
-        self._dirty_nbytes += sum(row.nbytes for row in patch.values())
-        others = pointer.nbytes - len(found.frame)
-        return Slot(None, patch=patch, base=found.base, base_nbytes=others)
 
     def _writable(self, record: TensorRecord, number: int, slot: Slot | None) -> Array:
         """The elements of a chunk to write to."""
@@ -360,8 +357,7 @@ class Changes:
         n_rows = record.shape[0] if record.shape else 1
         if array.size:
             block = array.reshape(n_rows, -1)
-            for change in changes_of(record, range(n_rows), 0, block.shape[1], block):
-                self.change(record, change)
+            self.change(record, changes_of(record, range(n_rows), 0, block.shape[1], block))
 
     def cut(self, record: TensorRecord, number: int) -> None:
         """Drop the elements of a chunk that the tensor does not have any more."""

@@ -49,6 +49,7 @@ __all__ = [
 
 _LAST_EPOCH = EPOCH.pack((1 << 32) - 1)
 _MAX_TENSORS = 256
+_FEW = 2  # pointers that are found one by one
 _MANY = 4  # chunks that are asked for before the first is read
 _MAX_POINTERS = 1 << 18
 
@@ -210,7 +211,7 @@ class State:
         come behind a damaged one, are looked for again, each for itself."""
         first, last = min(numbers), max(numbers)
         found: dict[int, Pointer] = {}
-        if last - first < 4 * len(numbers):
+        if last - first < 4 * len(numbers) and len(numbers) > _FEW:
             wanted = set(numbers)
             with suppress(CorruptionError):
                 for number, key, data in self._versions(record.id, first, last + 1, label):
@@ -262,6 +263,15 @@ class State:
         if len(values) >= _MANY:
             _core.will_need([value for value in values if value is not None])
         return [self._parse_chunk(n, value) for n, value in zip(numbers, values, strict=True)]
+
+    def chunk(self, number: int) -> ChunkRecord:
+        """A stored chunk, whose frame is a view and was not read.
+
+        Raises:
+            CorruptionError: as for `chunks`.
+        """
+        value = self._txn.handle.get(CHUNK_KEY.pack(number), db=self._txn.tables.chunks)
+        return self._parse_chunk(number, value)
 
     def _parse_chunk(self, number: int, value: Any) -> ChunkRecord:
         if value is None:
