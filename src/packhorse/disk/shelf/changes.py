@@ -6,7 +6,7 @@ they are packed, in threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -16,6 +16,7 @@ from typing import TypeAlias
 import numpy as np
 
 from packhorse.disk.shelf.chunks import (
+    SHORT_NBYTES,
     Array,
     Packed,
     Stored,
@@ -52,6 +53,9 @@ _AT_ONCE = 256  # chunks that are changed or packed before the packed ones may b
 
 # A chunk to pack: the number of its tensor, its own, and what it has become.
 _Job: TypeAlias = tuple[int, int, Slot]
+# Chunks that others are coded against, by the tensor and the chunk that need them: their numbers as
+# stored chunks, and they.
+_Bases: TypeAlias = dict[tuple[int, int], tuple[int, Stored]]
 
 
 class Changes:
@@ -287,7 +291,7 @@ class Changes:
         if not n_rows:
             return {}
         with self._committed() as state:
-            return begin_patches(state, record, n_rows, self._label(record))
+            return begin_patches(state, self._settings.cache, record, n_rows, self._label(record))
 
     def _change(self, record: TensorRecord, change: Change, begun: Slot | None) -> None:
         """Change a chunk, by a patch if one was begun."""
@@ -426,30 +430,37 @@ class Changes:
 
     def _pack(self, jobs: list[_Job]) -> None:
         bases = self._bases_of(jobs)
-
-        def work(job: _Job) -> Packed:
-            tensor, number, slot = job
-            found = bases.get((tensor, number))
-            base = None if found is None else found[1]
-            settings = self._settings
-            return pack_chunk(
-                self._records[tensor], content_of(slot), settings.level, base, settings.planner
-            )
-
         for at in range(0, len(jobs), _AT_ONCE):
             some = jobs[at : at + _AT_ONCE]
-            sizes = [nbytes_of(slot) for *_, slot in some]
-            packed = map_tensors(partial(_work_on, work, some), sizes, self.threads)
-            for (tensor, number, slot), result in zip(some, packed, strict=True):
+            contents = [content_of(slot) for *_, slot in some]
+            work = partial(self._pack_one, some, contents, bases)
+            sizes = [content.nbytes for content in contents]
+            if max(sizes) < SHORT_NBYTES:
+                packed = [work(i) for i in range(len(some))]
+            else:
+                packed = map_tensors(work, sizes, self.threads)
+            for (tensor, number, slot), content, result in zip(some, contents, packed, strict=True):
                 base = bases[tensor, number][0] if result.has_base else 0
-                added = self._new.add(slot, result, base)
+                added = self._new.add(slot, content, result, base)
                 self._empty(slot)
                 slot.chunk = added
             self._new.spill_if_many()
 
-    def _bases_of(self, jobs: list[_Job]) -> dict[tuple[int, int], tuple[int, Stored]]:
-        """The chunks that others are coded against: their numbers as stored chunks, and they."""
-        bases: dict[tuple[int, int], tuple[int, Stored]] = {}
+    def _pack_one(
+        self, jobs: list[_Job], contents: list[Array], bases: _Bases, i: int, _: int = 1
+    ) -> Packed:
+        """Pack a chunk, as `map_tensors` asks."""
+        tensor, number, _slot = jobs[i]
+        found = bases.get((tensor, number))
+        base = None if found is None else found[1]
+        settings = self._settings
+        return pack_chunk(
+            self._records[tensor], contents[i].reshape(-1), settings.level, base, settings.planner
+        )
+
+    def _bases_of(self, jobs: list[_Job]) -> _Bases:
+        """The chunks that others are coded against."""
+        bases: _Bases = {}
         for tensor, number, _ in jobs:
             record = self._records[tensor]
             keyframe = record.keyframe_of(number)
@@ -533,8 +544,3 @@ class Changes:
         """Drop all changes."""
         with suppress(OSError):  # the next commit deletes what was written early, too
             self._new.drop()
-
-
-def _work_on(work: Callable[[_Job], Packed], jobs: list[_Job], i: int, _: int) -> Packed:
-    """Pack the chunk of an index, as `map_tensors` asks."""
-    return work(jobs[i])

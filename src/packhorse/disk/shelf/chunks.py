@@ -29,6 +29,7 @@ from packhorse.process import at_fork
 from packhorse.threads import map_tensors
 
 __all__ = [
+    "SHORT_NBYTES",
     "Array",
     "Cache",
     "Packed",
@@ -45,9 +46,11 @@ __all__ = [
 
 Array: TypeAlias = NDArray[Any]
 Shape: TypeAlias = tuple[int, ...]
-_USES_OF_PLAN, _LONGER, _MAX_PLANS, _MAX_TABLES = 31, 1.2, 1024, 64
+_USES_OF_PLAN, _SHORT_USES = 31, 127  # the second for short chunks, which take a trial of Zstandard
+_LONGER, _BETTER = 1.2, 1.1
+_MAX_PLANS, _MAX_TABLES = 1024, 64
 _MAX_OF_TABLE = 1 << 20  # chunks: 8 MiB of addresses
-_SHORT_NBYTES = 1 << 16  # of a chunk for which the fixed cost of a call counts
+SHORT_NBYTES = 1 << 16  # of a chunk for which the fixed cost of a call counts
 _FEW = 4  # chunks that one thread decodes as fast as several
 
 
@@ -158,7 +161,8 @@ class Planner:
 
     A plan is made from samples, which for a short chunk takes about as long as packing it. The
     chunks of a tensor are alike, so a plan is used some times. If a frame comes out longer than
-    the one that the plan was made for, the chunk is planned anew.
+    the one that the plan was made for, the chunk is planned anew. The new plan is used from then on
+    if it is better; otherwise only this chunk is harder to pack than others.
     """
 
     def __init__(self) -> None:
@@ -189,9 +193,12 @@ class Planner:
                 self._patterns[key] = pattern._replace(n_left=pattern.n_left - 1)
                 return packed
         frame = _compress(record, data, shape, level, None)
-        if frame.plan is not None:
-            template = Template.of(frame) if data.size < _SHORT_NBYTES else None
-            self._patterns[key] = _Pattern(frame.plan, frame.nbytes, _USES_OF_PLAN, template)
+        if pattern is not None and packed and len(packed.frame) <= frame.nbytes * _BETTER:
+            self._patterns[key] = pattern._replace(nbytes=len(packed.frame))
+        elif frame.plan is not None:
+            template = Template.of(frame) if data.size < SHORT_NBYTES else None
+            n_uses = _SHORT_USES if template is not None and frame.plan.zstd else _USES_OF_PLAN
+            self._patterns[key] = _Pattern(frame.plan, frame.nbytes, n_uses, template)
             while len(self._patterns) > _MAX_PLANS:
                 self._patterns.popitem(last=False)
         return packed if packed and len(packed.frame) <= frame.nbytes else _packed(frame)
@@ -251,7 +258,8 @@ class Cache:
     """Decoded chunks, of which those that were used last are kept, within a number of bytes.
 
     They are found by the number of the stored chunk. No other chunk ever gets the number, so what
-    is here stays right whatever is committed, also by other processes.
+    is here stays right whatever is committed, also by other processes. Of patches, the rows alone
+    are kept too, under ~number.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -275,6 +283,17 @@ class Cache:
                 if chunk is not None:
                     move(number)
         return found
+
+    def take_rows(self, number: int) -> Array | None:
+        """The decoded rows of a patch, which are not kept any longer; None if they are not here."""
+        with self._lock:
+            found = self._chunks.pop(~number, None)
+            self.nbytes -= 0 if found is None else found.data.nbytes
+        return None if found is None else found.data
+
+    def put_rows(self, number: int, rows: Array) -> None:
+        """Keep the decoded rows of a patch, for the next one that takes its place."""
+        self.put(~number, Stored(rows, b"", 0))
 
     def put(self, number: int, chunk: Stored) -> None:
         """Keep a chunk, and drop the ones that were used longest ago."""

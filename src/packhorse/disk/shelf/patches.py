@@ -6,7 +6,7 @@ rows, because a patch needs a chunk that needs no other.
 
 from __future__ import annotations
 
-from packhorse.disk.shelf.chunks import patch_rows
+from packhorse.disk.shelf.chunks import Cache, patch_rows
 from packhorse.disk.shelf.records import Pointer, TensorRecord
 from packhorse.disk.shelf.slots import Slot
 from packhorse.disk.shelf.versions import State
@@ -25,13 +25,14 @@ def most_rows(record: TensorRecord) -> int:
 
 
 def begin_patches(
-    state: State, record: TensorRecord, n_rows: dict[int, int], label: str
+    state: State, cache: Cache, record: TensorRecord, n_rows: dict[int, int], label: str
 ) -> dict[int, Slot]:
     """Patches of committed chunks that have no changes yet, with the rows that the chunks are
     patches of themselves.
 
     Args:
         state: the newest committed state.
+        cache: has the rows of patches.
         record: the tensor.
         n_rows: how many rows will be added, by the numbers of the chunks.
         label: the tensor, for messages.
@@ -48,7 +49,7 @@ def begin_patches(
         if not pointer.chunk:
             continue
         try:
-            slot = _begin(state, record, pointer, most - n)
+            slot = _begin(state, cache, record, pointer, most - n)
         except (CorruptionError, CompatibilityError):
             with blaming(f"{label}: chunk {number}, stored as {pointer.chunk}"):
                 raise
@@ -57,14 +58,18 @@ def begin_patches(
     return begun
 
 
-def _begin(state: State, record: TensorRecord, pointer: Pointer, most: int) -> Slot | None:
+def _begin(
+    state: State, cache: Cache, record: TensorRecord, pointer: Pointer, most: int
+) -> Slot | None:
     """A patch of a chunk, with at most so many rows; None if it would have more."""
     found = state.chunk(pointer.chunk)
     if found.places is None:
         return Slot(None, patch={}, base=pointer.chunk, base_nbytes=pointer.nbytes)
     if len(found.places) > most:
         return None
-    rows = patch_rows(record, found)
+    rows = cache.take_rows(pointer.chunk)
+    if rows is None:
+        rows = patch_rows(record, found)
     patch = dict(zip(found.places, rows, strict=True))
     others = pointer.nbytes - len(found.frame)
     return Slot(None, patch=patch, base=found.base, base_nbytes=others)

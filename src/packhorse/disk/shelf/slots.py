@@ -33,11 +33,11 @@ class Slot:
 
 
 def content_of(slot: Slot) -> Array:
-    """What is packed of a chunk."""
+    """What is packed of a chunk; of a patch, its rows in order, as rows and columns."""
     if slot.data is not None:
         return slot.data
     assert slot.patch is not None
-    return np.concatenate([slot.patch[place] for place in sorted(slot.patch)])
+    return np.stack([slot.patch[place] for place in sorted(slot.patch)])
 
 
 def nbytes_of(slot: Slot) -> int:
