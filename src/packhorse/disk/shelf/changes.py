@@ -34,6 +34,7 @@ from packhorse.disk.shelf.records import (
     HEAD_KEY,
     Entry,
     Head,
+    Pointer,
     StateRecord,
     TensorRecord,
     tensors_of,
@@ -56,6 +57,10 @@ _Job: TypeAlias = tuple[int, int, Slot]
 # Chunks that others are coded against, by the tensor and the chunk that need them: their numbers as
 # stored chunks, and they.
 _Bases: TypeAlias = dict[tuple[int, int], tuple[int, Stored]]
+# What a commit has written: the head record, the entries, and the tensors with their new pointers.
+_Written: TypeAlias = tuple[
+    Head, dict[str, Entry | None], dict[TensorRecord, tuple[TensorRecord, dict[int, Pointer]]]
+]
 
 
 class Changes:
@@ -161,7 +166,8 @@ class Changes:
     def _empty(self, slot: Slot) -> None:
         if slot.data is not None and slot.is_own:
             self._dirty_nbytes -= slot.data.nbytes
-        self._dirty_nbytes -= sum(row.nbytes for row in (slot.patch or {}).values())
+        if slot.patch:
+            self._dirty_nbytes -= nbytes_of(slot)
         self._new.release(slot.chunk)
         slot.data, slot.chunk, slot.is_own = None, 0, True
         slot.patch, slot.base, slot.base_nbytes = None, 0, 0
@@ -492,49 +498,51 @@ class Changes:
         self.settle(everything=True)
         if self.is_empty:
             return
-        self._folder.write(self._write)
+        head, entries, pointers = self._folder.write(self._write)
+        self._settings.known.follow(self._head, head, entries, pointers)
         self._new.fill_cache()
 
-    def _write(self, txn: Txn, head: Head) -> None:
+    def _write(self, txn: Txn, head: Head) -> _Written:
         commit = Commit(txn, head, str(self._folder.path))
         serial = head.n_commits + 1
         next_chunk = self._new.write(commit, txn)
-        grown = {tensor: self._point(commit, head, tensor) for tensor in self._slots}
-        self._enter(commit, grown, serial)
+        pointers = {
+            tensor: {n: self._new.pointer(slot.chunk) for n, slot in slots.items()}
+            for tensor, slots in self._slots.items()
+        }
+        grown = {
+            tensor: self._point(commit, head, tensor, changed)
+            for tensor, changed in pointers.items()
+        }
+        entries = {name: _grown(entry, grown, serial) for name, entry in self.entries.items()}
+        self._enter(commit, entries)
         commit.settle()
         new_head = replace(
             head, next_tensor=self._next_tensor, next_chunk=next_chunk, n_commits=serial
         )
         txn.handle.put(HEAD_KEY, new_head.to_bytes(), db=txn.tables.meta)
+        followed = {
+            old: (new, pointers.get(old.id, {}))
+            for name, entry in entries.items()
+            for old, new in zip(tensors_of(self.entries[name]), tensors_of(entry), strict=True)
+        }
+        return new_head, entries, followed
 
-    def _point(self, commit: Commit, head: Head, tensor: int) -> int:
+    def _point(self, commit: Commit, head: Head, tensor: int, pointers: dict[int, Pointer]) -> int:
         """Let the pointers of a tensor be those of its changed chunks. Returns by how many bytes
         its frames grow."""
         record, is_new = self._records[tensor], tensor >= head.next_tensor
-        grown = 0
-        for number, slot in self._slots[tensor].items():
-            grown += commit.point(record, number, self._new.pointer(slot.chunk), is_new)
-        return grown
+        return sum([commit.point(record, number, to, is_new) for number, to in pointers.items()])
 
-    def _enter(self, commit: Commit, grown: dict[int, int], serial: int) -> None:
-        """Write the entries of all tensors that have changed."""
-
-        def changed(record: TensorRecord) -> TensorRecord:
-            more = grown.get(record.id, 0)
-            return replace(record, packed_nbytes=record.packed_nbytes + more, serial=serial)
-
-        entries = dict(self.entries)
+    def _enter(self, commit: Commit, entries: dict[str, Entry | None]) -> None:
+        """Write the entries that have changed, and delete the tensors that have no entry any
+        more."""
         gone: set[int] = set()
         for name, entry in entries.items():
             with suppress(CorruptionError, CompatibilityError):
-                gone |= {record.id for record in tensors_of(commit.state.entry(name))}
-            if isinstance(entry, TensorRecord):
-                commit.enter(name, changed(entry))
-            elif isinstance(entry, StateRecord):
-                tensors = tuple(changed(record) for record in entry.tensors)
-                commit.enter(name, StateRecord(entry.state, tensors))
-            else:
-                commit.enter(name, None)
+                found = self._found[name] if name in self._found else commit.state.entry(name)
+                gone |= {record.id for record in tensors_of(found)}
+            commit.enter(name, entry)
         for entry in entries.values():
             gone -= {record.id for record in tensors_of(entry)}
         for tensor in gone:
@@ -544,3 +552,21 @@ class Changes:
         """Drop all changes."""
         with suppress(OSError):  # the next commit deletes what was written early, too
             self._new.drop()
+
+
+def _grown(entry: Entry | None, grown: dict[int, int], serial: int) -> Entry | None:
+    """An entry after a commit.
+
+    Args:
+        entry: the entry before.
+        grown: by how many bytes the frames of tensors grow, by the number of the tensor.
+        serial: the number of the commit.
+    """
+
+    def changed(record: TensorRecord) -> TensorRecord:
+        packed = record.packed_nbytes + grown.get(record.id, 0)
+        return replace(record, packed_nbytes=packed, serial=serial)
+
+    if isinstance(entry, StateRecord):
+        return StateRecord(entry.state, tuple(map(changed, entry.tensors)))
+    return None if entry is None else changed(entry)

@@ -11,6 +11,7 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakSet
@@ -140,7 +141,8 @@ class Packed(NamedTuple):
     has_base: bool
 
 
-class _Pattern(NamedTuple):
+@dataclass(slots=True)
+class _Pattern:
     """How a chunk was packed, to pack alike ones in the same way.
 
     Attributes:
@@ -190,11 +192,11 @@ class Planner:
             else:
                 packed = _packed(_compress(record, data, shape, level, pattern.plan))
             if len(packed.frame) <= pattern.nbytes * _LONGER:
-                self._patterns[key] = pattern._replace(n_left=pattern.n_left - 1)
+                pattern.n_left -= 1
                 return packed
         frame = _compress(record, data, shape, level, None)
         if pattern is not None and packed and len(packed.frame) <= frame.nbytes * _BETTER:
-            self._patterns[key] = pattern._replace(nbytes=len(packed.frame))
+            pattern.nbytes = len(packed.frame)
         elif frame.plan is not None:
             template = Template.of(frame) if data.size < SHORT_NBYTES else None
             n_uses = _SHORT_USES if template is not None and frame.plan.zstd else _USES_OF_PLAN
@@ -234,7 +236,7 @@ def pack_chunk(
     if chunk.size * bits % 8:
         chunk = np.concatenate([chunk, np.zeros(-chunk.size % 8, chunk.dtype)])
         shape = (chunk.size,)
-    data = _bytes_of(chunk)
+    data = chunk.view(np.uint8) if bits >= 8 else _bytes_of(chunk)
     if base is None or base.data.size != chunk.size:
         return planner.pack(record, data, shape, level)
     frame = compress_buffer(

@@ -11,7 +11,6 @@ record had used, that stays in the file.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from heapq import heapify, heappop, heappush
@@ -75,7 +74,7 @@ class Commit:
             ) from error
         self._newest_tag = max(self._tags, default=0)
         self._shown: dict[int, set[int] | None] | None = None
-        self._more_uses: Counter[int] = Counter()  # of stored chunks, by this commit
+        self._more_uses: dict[int, int] = {}  # of stored chunks, by this commit
         uses = txn.handle.cursor(db=txn.tables.shares)
         self._has_stray = uses.set_range(CHUNK_KEY.pack(head.next_chunk))  # damaged keys
 
@@ -105,12 +104,12 @@ class Commit:
 
     def use(self, number: int, n: int = 1) -> None:
         """Add uses of a stored chunk, which `settle` will note."""
-        self._more_uses[number] += n
+        self._more_uses[number] = self._more_uses.get(number, 0) + n
 
     def release(self, number: int) -> None:
         """End one use of a stored chunk; `settle` deletes it if that was the last. 0 is none."""
         if number:
-            self._more_uses[number] -= 1
+            self.use(number, -1)
 
     def settle(self) -> None:
         """Note the uses that this commit has added and ended, and delete chunks without any. The
@@ -131,7 +130,7 @@ class Commit:
             if base:
                 if base not in self._more_uses:
                     heappush(queue, -base)
-                self._more_uses[base] -= 1
+                self.release(base)
 
     def _delete_chunk(self, number: int, *, has_record: bool) -> int:
         """Delete a stored chunk, and the record of its uses if it has one. Returns the number of

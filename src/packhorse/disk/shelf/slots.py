@@ -37,11 +37,12 @@ def content_of(slot: Slot) -> Array:
     if slot.data is not None:
         return slot.data
     assert slot.patch is not None
-    return np.stack([slot.patch[place] for place in sorted(slot.patch)])
+    rows = [slot.patch[place] for place in sorted(slot.patch)]
+    return np.concatenate(rows).reshape(len(rows), -1)
 
 
 def nbytes_of(slot: Slot) -> int:
     """The bytes of what is packed of a chunk."""
     if slot.data is not None:
         return slot.data.nbytes
-    return sum(row.nbytes for row in (slot.patch or {}).values())
+    return sum([row.nbytes for row in slot.patch.values()]) if slot.patch else 0
