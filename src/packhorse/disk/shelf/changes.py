@@ -334,7 +334,10 @@ class Changes:
     def _patch(self, record: TensorRecord, change: Change, slot: Slot) -> bool:
         """Add rows to a patch. Returns False if the chunk has none, or it would have too many."""
         patch, places = slot.patch, change.places
-        if patch is None or len(patch.keys() | set(places)) > most_rows(record):
+        if patch is None:
+            return False
+        most = most_rows(record)
+        if len(patch) + len(places) > most and len(patch.keys() | set(places)) > most:
             return False
         for place, row in zip(places, change.values.copy(), strict=True):
             before = patch.get(place)

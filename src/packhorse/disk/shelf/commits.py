@@ -186,9 +186,10 @@ class Commit:
             old = self._old_pointer(*found)
             grown -= old.nbytes
             has_older = True
+            is_kept = found[0] == key and pointer.chunk  # and written over
             if EPOCH.unpack(found[0][-4:])[0] > self._newest_tag:
                 self.release(old.chunk)
-                if found[0] != key or not pointer.chunk:  # otherwise it is written over
+                if not is_kept:
                     self._txn.handle.delete(found[0], db=table)
                     has_older = self._older(key) is not None
         if pointer.chunk or has_older:
@@ -196,15 +197,17 @@ class Commit:
         return grown
 
     def _older(self, key: bytes) -> tuple[bytes, bytes] | None:
-        with suppress(CorruptionError):  # another key than it should have: it stays where it is
+        try:
             return newest_pointer(self._txn, key, self._label)
-        return None
+        except CorruptionError:  # another key than it should have: it stays where it is
+            return None
 
     def _old_pointer(self, key: bytes, data: bytes) -> Pointer:
         """What a pointer that is not needed any more had used."""
-        with suppress(CorruptionError):
+        try:
             return parse_pointer(key, data, self._label)
-        return NO_CHUNK
+        except CorruptionError:
+            return NO_CHUNK
 
     def sweep(self, tensor: int, epochs: Iterable[int]) -> None:
         """Delete the versions of a tensor's pointers that no state shows.

@@ -37,6 +37,9 @@ def content_of(slot: Slot) -> Array:
     if slot.data is not None:
         return slot.data
     assert slot.patch is not None
+    if len(slot.patch) == 1:
+        (row,) = slot.patch.values()
+        return row[None]
     rows = [slot.patch[place] for place in sorted(slot.patch)]
     return np.concatenate(rows).reshape(len(rows), -1)
 
