@@ -441,31 +441,32 @@ class Changes:
         bases = self._bases_of(jobs)
         for at in range(0, len(jobs), _AT_ONCE):
             some = jobs[at : at + _AT_ONCE]
-            contents = [content_of(slot) for *_, slot in some]
-            work = partial(self._pack_one, some, contents, bases)
-            sizes = [content.nbytes for content in contents]
+            work = partial(self._pack_one, some, bases)
+            sizes = [nbytes_of(slot) for *_, slot in some]
             if max(sizes) < SHORT_NBYTES:
                 packed = [work(i) for i in range(len(some))]
             else:
                 packed = map_tensors(work, sizes, self.threads)
-            for (tensor, number, slot), content, result in zip(some, contents, packed, strict=True):
+            for (tensor, number, slot), (result, rows) in zip(some, packed, strict=True):
                 base = bases[tensor, number][0] if result.has_base else 0
-                added = self._new.add(slot, content, result, base)
+                added = self._new.add(slot, rows, result, base)
                 self._empty(slot)
                 slot.chunk = added
             self._new.spill_if_many()
 
     def _pack_one(
-        self, jobs: list[_Job], contents: list[Array], bases: _Bases, i: int, _: int = 1
-    ) -> Packed:
-        """Pack a chunk, as `map_tensors` asks."""
-        tensor, number, _slot = jobs[i]
+        self, jobs: list[_Job], bases: _Bases, i: int, _: int = 1
+    ) -> tuple[Packed, Array | None]:
+        """Pack a chunk, as `map_tensors` asks. Returns also the rows of a short patch."""
+        tensor, number, slot = jobs[i]
         found = bases.get((tensor, number))
         base = None if found is None else found[1]
-        settings = self._settings
-        return pack_chunk(
-            self._records[tensor], contents[i].reshape(-1), settings.level, base, settings.planner
+        settings, content = self._settings, content_of(slot)
+        packed = pack_chunk(
+            self._records[tensor], content.reshape(-1), settings.level, base, settings.planner
         )
+        is_short = slot.patch is not None and content.nbytes < SHORT_NBYTES
+        return packed, content if is_short else None
 
     def _bases_of(self, jobs: list[_Job]) -> _Bases:
         """The chunks that others are coded against."""

@@ -74,12 +74,12 @@ class NewChunks:
 
     # Adding.
 
-    def add(self, slot: Slot, content: Array, packed: Packed, base: int) -> int:
+    def add(self, slot: Slot, rows: Array | None, packed: Packed, base: int) -> int:
         """Take a chunk that was packed.
 
         Args:
             slot: what was packed.
-            content: the elements that were packed.
+            rows: those of a patch, if they may be kept.
             packed: its packed form.
             base: the number of the stored chunk that it is a delta against; 0 for none.
 
@@ -93,20 +93,21 @@ class NewChunks:
         if base:
             self._use(base)
         record = ChunkRecord(base, places, packed.frame)
-        nbytes, kept = len(packed.frame), self._kept(slot, content)
+        nbytes, kept = len(packed.frame), self._kept(slot, rows)
         new = _NewChunk(record, nbytes, packed.content_hash, base, base_nbytes, 1, kept)
         self._new[number] = new
         self._nbytes += nbytes
         return number
 
-    def _kept(self, slot: Slot, content: Array) -> Array | None:
-        """The elements of a chunk, if they are to be kept for the cache."""
-        most = self._settings.cache.max_nbytes // 4
-        if not slot.is_own or self._kept_nbytes + content.nbytes > most:
+    def _kept(self, slot: Slot, rows: Array | None) -> Array | None:
+        """The elements of a chunk, or the rows of a patch, if they are to be kept for the cache."""
+        data, most = slot.data if slot.is_own else None, self._settings.cache.max_nbytes // 4
+        kept = rows if slot.patch else data
+        if kept is None or self._kept_nbytes + kept.nbytes > most:
             return None
-        content.flags.writeable = False
-        self._kept_nbytes += content.nbytes
-        return content
+        kept.flags.writeable = False
+        self._kept_nbytes += kept.nbytes
+        return kept
 
     def _use(self, number: int) -> None:
         new = self._new.get(number)
