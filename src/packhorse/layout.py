@@ -39,6 +39,7 @@ __all__ = [
     "FLAG_BASE",
     "FRAME_ALIGNMENT",
     "FRAME_MAGIC",
+    "FRAME_NBYTES_OFFSET",
     "FRAME_VERSION",
     "HEADER_CRC_OFFSET",
     "LENGTH_NBYTES",
@@ -105,6 +106,7 @@ FRAME_ALIGNMENT = 64  # a cache line, and the width of the widest vector registe
 FIXED_HEADER = struct.Struct("<4sBBBBHBBIQ16sIIB3sI")
 FIXED_HEADER_NBYTES = FIXED_HEADER.size
 CRITICAL_FLAGS_OFFSET = 8
+FRAME_NBYTES_OFFSET = 16  # the content hash follows
 HEADER_CRC_OFFSET = 44
 FLAG_BASE = 1  # the frame has a base
 CRITICAL_FLAGS = FLAG_BASE  # all flags that version 1 defines

@@ -54,9 +54,13 @@ def memory_is_told() -> Iterator[None]:
     try:
         yield
     except zstandard.ZstdError as error:
-        if "Allocation error" in str(error):
-            raise MemoryError(f"Zstandard: {error}") from error
+        _tell(error)
         raise
+
+
+def _tell(error: zstandard.ZstdError) -> None:
+    if "Allocation error" in str(error):
+        raise MemoryError(f"Zstandard: {error}") from error
 
 
 class _Kept(threading.local):
@@ -101,8 +105,11 @@ def compress_chunk(chunk: ByteArray, level: Level, *, long_matches: bool = False
         compressor = zstandard.ZstdCompressor(compression_params=parameters)
     else:
         compressor = _compressor(level)
-    with memory_is_told():
+    try:  # many chunks are short, so without the cost of a context
         return compressor.compress(memoryview(chunk))
+    except zstandard.ZstdError as error:
+        _tell(error)
+        raise
 
 
 class ChunkDecoder:

@@ -54,6 +54,7 @@ __all__ = [
     "Table",
     "checked_nbytes",
     "frame_header_nbytes",
+    "header_bytes",
     "label",
     "n_planes_of",
     "padded",
@@ -175,8 +176,8 @@ def _overflows(shape: Sequence[int], numel: int, dtype: DType) -> bool:
     return (numel or math.prod(max(dim, 1) for dim in shape)) * dtype.bits >= MAX_BITS
 
 
-def write_header(header: FrameHeader, dst: ByteArray) -> None:
-    """Writes a header with its CRC to memory of exactly its length."""
+def header_bytes(header: FrameHeader) -> bytes:
+    """Returns the bytes of a header, with its CRC."""
     fixed = FIXED_HEADER.pack(
         FRAME_MAGIC,
         FRAME_VERSION,
@@ -200,8 +201,13 @@ def write_header(header: FrameHeader, dst: ByteArray) -> None:
         text += BASE_BLOCK.pack(header.base.content_hash, header.base.dtype.code, bytes(7))
     text += header.table.tobytes() + header.side_stream
     text = text.ljust(header.header_nbytes, b"\0")
-    memoryview(dst)[:] = text
-    _CRC.pack_into(dst, HEADER_CRC_OFFSET, _core.crc32c(text))
+    crc = _CRC.pack(_core.crc32c(text))
+    return text[:HEADER_CRC_OFFSET] + crc + text[HEADER_CRC_OFFSET + _CRC.size :]
+
+
+def write_header(header: FrameHeader, dst: ByteArray) -> None:
+    """Writes a header with its CRC to memory of exactly its length."""
+    memoryview(dst)[:] = header_bytes(header)
 
 
 def label(name: str | None) -> str:

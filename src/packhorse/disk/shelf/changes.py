@@ -6,32 +6,35 @@ they are packed, in threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import TypeAlias
 
 import numpy as np
 
 from packhorse.disk.shelf.chunks import (
+    SHORT_NBYTES,
     Array,
     Packed,
     Stored,
     clear,
     dtype_of,
     pack_chunk,
-    patch_rows,
     stored,
 )
 from packhorse.disk.shelf.commits import Commit
 from packhorse.disk.shelf.committed import Committed, Settings, StateChunks
 from packhorse.disk.shelf.engine import Txn
 from packhorse.disk.shelf.new_chunks import NewChunks
+from packhorse.disk.shelf.patches import begin_patches, most_rows
 from packhorse.disk.shelf.records import (
     HEAD_KEY,
     Entry,
     Head,
+    Pointer,
     StateRecord,
     TensorRecord,
     tensors_of,
@@ -40,19 +43,24 @@ from packhorse.disk.shelf.rows import Change, changes_of
 from packhorse.disk.shelf.slots import Slot, content_of, nbytes_of
 from packhorse.disk.shelf.store import Folder
 from packhorse.disk.shelf.versions import State
-from packhorse.errors import CompatibilityError, CorruptionError, blaming
-from packhorse.layout import DTYPE_BY_NAME
+from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.threads import map_tensors
 
 __all__ = ["Changes"]
 
 _MAX_DIRTY_NBYTES = 1 << 26
-_ROWS_OF_PATCH = 4  # at most one row in so many is in a patch
-_AT_ONCE = 256  # chunks that are packed before the packed ones may be written
+_AT_ONCE = 256  # chunks that are changed or packed before the packed ones may be written
 
 
 # A chunk to pack: the number of its tensor, its own, and what it has become.
 _Job: TypeAlias = tuple[int, int, Slot]
+# Chunks that others are coded against, by the tensor and the chunk that need them: their numbers as
+# stored chunks, and they.
+_Bases: TypeAlias = dict[tuple[int, int], tuple[int, Stored]]
+# What a commit has written: the head record, the entries, and the tensors with their new pointers.
+_Written: TypeAlias = tuple[
+    Head, dict[str, Entry | None], dict[TensorRecord, tuple[TensorRecord, dict[int, Pointer]]]
+]
 
 
 class Changes:
@@ -73,6 +81,7 @@ class Changes:
         self._folder, self._settings = folder, settings
         self.threads, self.cache_nbytes = settings.threads, settings.cache.max_nbytes
         self.entries: dict[str, Entry | None] = {}
+        self._found: dict[str, Entry | None] = {}  # entries before the transaction
         self._slots: dict[int, dict[int, Slot]] = {}
         self._foreign: dict[tuple[int, int], Slot] = {}  # with memory of the caller
         self._records: dict[int, TensorRecord] = {}
@@ -100,8 +109,10 @@ class Changes:
         """The entry of a name; None if there is none."""
         if name in self.entries:
             return self.entries[name]
-        with self._committed() as state:
-            return self._named(name, state.entry(name))
+        if name not in self._found:
+            with self._committed() as state:
+                self._found[name] = self._named(name, state.entry(name))
+        return self._found[name]
 
     def _named(self, name: str, entry: Entry | None) -> Entry | None:
         self._names.update({record.id: name for record in tensors_of(entry)})
@@ -155,7 +166,8 @@ class Changes:
     def _empty(self, slot: Slot) -> None:
         if slot.data is not None and slot.is_own:
             self._dirty_nbytes -= slot.data.nbytes
-        self._dirty_nbytes -= sum(row.nbytes for row in (slot.patch or {}).values())
+        if slot.patch:
+            self._dirty_nbytes -= nbytes_of(slot)
         self._new.release(slot.chunk)
         slot.data, slot.chunk, slot.is_own = None, 0, True
         slot.patch, slot.base, slot.base_nbytes = None, 0, 0
@@ -256,14 +268,39 @@ class Changes:
         self._records[record.id] = record
         return self._slots.setdefault(record.id, {})
 
-    def change(self, record: TensorRecord, change: Change) -> None:
-        """Change a chunk.
+    def change(self, record: TensorRecord, changes: Iterable[Change]) -> None:
+        """Change chunks.
 
         Args:
             record: the tensor.
-            change: what is written to which chunk. Memory of the caller stays as it is until
-                `settle`.
+            changes: what is written to which chunk, each chunk once. Memory of the caller stays as
+                it is until `settle`.
         """
+        left = iter(changes)
+        while some := list(islice(left, _AT_ONCE)):
+            begun = self._begin_patches(record, some)
+            for change in some:
+                self._change(record, change, begun.get(change.number))
+
+    def _begin_patches(self, record: TensorRecord, changes: list[Change]) -> dict[int, Slot]:
+        """Patches of the chunks that may have one and have no changes yet, to add to."""
+        most = most_rows(record) if record.id < self._head.next_tensor else 0
+        slots = self._slots.get(record.id, {})
+        n_rows = {
+            change.number: len(change.values)
+            for change in changes
+            if change.has_rows
+            and not change.is_whole
+            and len(change.values) <= most
+            and change.number not in slots
+        }
+        if not n_rows:
+            return {}
+        with self._committed() as state:
+            return begin_patches(state, self._settings.cache, record, n_rows, self._label(record))
+
+    def _change(self, record: TensorRecord, change: Change, begun: Slot | None) -> None:
+        """Change a chunk, by a patch if one was begun."""
         slots = self._slots_of(record)
         self.n_writes += 1
         number = change.number
@@ -275,7 +312,10 @@ class Changes:
             slot.data, slot.is_own = change.values.reshape(-1), False
             self._foreign[record.id, number] = slot
             return
-        if change.has_rows and self._patch(record, change, slot):
+        if slot is None and begun is not None:
+            slot = slots[number] = begun
+            self._dirty_nbytes += nbytes_of(begun)
+        if change.has_rows and slot is not None and self._patch(record, change, slot):
             return
         data = self._writable(record, number, slot)
         change.write(data)
@@ -291,50 +331,20 @@ class Changes:
         if self._dirty_nbytes > _MAX_DIRTY_NBYTES:
             self.settle(everything=True)
 
-    def _patch(self, record: TensorRecord, change: Change, slot: Slot | None) -> bool:
-        """Note a change of few rows, without the other rows of the chunk. Returns False if the
-        chunk must be packed as a whole."""
-        limit = record.grid.rows_per_chunk // _ROWS_OF_PATCH
-        n_rows, is_plain = len(change.values), record.base is None
-        if n_rows > limit or not is_plain or DTYPE_BY_NAME[record.dtype].bits < 8:
+    def _patch(self, record: TensorRecord, change: Change, slot: Slot) -> bool:
+        """Add rows to a patch. Returns False if the chunk has none, or it would have too many."""
+        patch, places = slot.patch, change.places
+        if patch is None:
             return False
-        if slot is None:
-            slot = self._begin_patch(record, change.number, limit - n_rows)
-            if slot is None:
-                return False
-            self._slots[record.id][change.number] = slot
-        patch = slot.patch
-        places = change.places
-        if patch is None or len(patch.keys() | set(places)) > limit:
+        most = most_rows(record)
+        if len(patch) + len(places) > most and len(patch.keys() | set(places)) > most:
             return False
-        values = change.values.copy()
-        for place, row in zip(places, values, strict=True):
+        for place, row in zip(places, change.values.copy(), strict=True):
             before = patch.get(place)
             self._dirty_nbytes += row.nbytes - (0 if before is None else before.nbytes)
             patch[place] = row
         self._pack_if_full()
         return True
-
-    def _begin_patch(self, record: TensorRecord, number: int, most: int) -> Slot | None:
-        """A patch of a committed chunk that has no changes yet, with the rows that the chunk
-        itself is a patch of; None if there is no such chunk, or these rows are more than `most`."""
-        if record.id >= self._head.next_tensor:
-            return None
-        with self._committed() as state:
-            (pointer,) = state.pointers(record, [number], self._label(record))
-            if not pointer.chunk:
-                return None
-            with blaming(f"{self._label(record)}: chunk {number}, stored as {pointer.chunk}"):
-                (found,) = state.chunks([pointer.chunk])
-                if found.places is None:
-                    return Slot(None, patch={}, base=pointer.chunk, base_nbytes=pointer.nbytes)
-                if len(found.places) > most:
-                    return None
-                rows = patch_rows(record, found)
-            patch = dict(zip(found.places, rows, strict=True))
-        self._dirty_nbytes += sum(row.nbytes for row in patch.values())
-        others = pointer.nbytes - len(found.frame)
-        return Slot(None, patch=patch, base=found.base, base_nbytes=others)
 
     def _writable(self, record: TensorRecord, number: int, slot: Slot | None) -> Array:
         """The elements of a chunk to write to."""
@@ -360,8 +370,7 @@ class Changes:
         n_rows = record.shape[0] if record.shape else 1
         if array.size:
             block = array.reshape(n_rows, -1)
-            for change in changes_of(record, range(n_rows), 0, block.shape[1], block):
-                self.change(record, change)
+            self.change(record, changes_of(record, range(n_rows), 0, block.shape[1], block))
 
     def cut(self, record: TensorRecord, number: int) -> None:
         """Drop the elements of a chunk that the tensor does not have any more."""
@@ -430,30 +439,38 @@ class Changes:
 
     def _pack(self, jobs: list[_Job]) -> None:
         bases = self._bases_of(jobs)
-
-        def work(job: _Job, threads: int) -> Packed:
-            tensor, number, slot = job
-            found = bases.get((tensor, number))
-            base = None if found is None else found[1]
-            record, settings = self._records[tensor], self._settings
-            return pack_chunk(
-                record, content_of(slot), settings.level, base, settings.planner, threads
-            )
-
         for at in range(0, len(jobs), _AT_ONCE):
             some = jobs[at : at + _AT_ONCE]
+            work = partial(self._pack_one, some, bases)
             sizes = [nbytes_of(slot) for *_, slot in some]
-            packed = map_tensors(partial(_work_on, work, some), sizes, self.threads)
-            for (tensor, number, slot), result in zip(some, packed, strict=True):
+            if max(sizes) < SHORT_NBYTES:
+                packed = [work(i) for i in range(len(some))]
+            else:
+                packed = map_tensors(work, sizes, self.threads)
+            for (tensor, number, slot), (result, rows) in zip(some, packed, strict=True):
                 base = bases[tensor, number][0] if result.has_base else 0
-                added = self._new.add(slot, result, base)
+                added = self._new.add(slot, rows, result, base)
                 self._empty(slot)
                 slot.chunk = added
             self._new.spill_if_many()
 
-    def _bases_of(self, jobs: list[_Job]) -> dict[tuple[int, int], tuple[int, Stored]]:
-        """The chunks that others are coded against: their numbers as stored chunks, and they."""
-        bases: dict[tuple[int, int], tuple[int, Stored]] = {}
+    def _pack_one(
+        self, jobs: list[_Job], bases: _Bases, i: int, threads: int = 1
+    ) -> tuple[Packed, Array | None]:
+        """Pack a chunk, as `map_tensors` asks. Returns also the rows of a short patch."""
+        tensor, number, slot = jobs[i]
+        found = bases.get((tensor, number))
+        base = None if found is None else found[1]
+        record, settings, content = self._records[tensor], self._settings, content_of(slot)
+        packed = pack_chunk(
+            record, content.reshape(-1), settings.level, base, settings.planner, threads
+        )
+        is_short = slot.patch is not None and content.nbytes < SHORT_NBYTES
+        return packed, content if is_short else None
+
+    def _bases_of(self, jobs: list[_Job]) -> _Bases:
+        """The chunks that others are coded against."""
+        bases: _Bases = {}
         for tensor, number, _ in jobs:
             record = self._records[tensor]
             keyframe = record.keyframe_of(number)
@@ -485,48 +502,51 @@ class Changes:
         self.settle(everything=True)
         if self.is_empty:
             return
-        self._folder.write(self._write)
+        head, entries, pointers = self._folder.write(self._write)
+        self._settings.known.follow(self._head, head, entries, pointers)
         self._new.fill_cache()
 
-    def _write(self, txn: Txn, head: Head) -> None:
+    def _write(self, txn: Txn, head: Head) -> _Written:
         commit = Commit(txn, head, str(self._folder.path))
         serial = head.n_commits + 1
         next_chunk = self._new.write(commit, txn)
-        grown = {tensor: self._point(commit, head, tensor) for tensor in self._slots}
-        self._enter(commit, grown, serial)
+        pointers = {
+            tensor: {n: self._new.pointer(slot.chunk) for n, slot in slots.items()}
+            for tensor, slots in self._slots.items()
+        }
+        grown = {
+            tensor: self._point(commit, head, tensor, changed)
+            for tensor, changed in pointers.items()
+        }
+        entries = {name: _grown(entry, grown, serial) for name, entry in self.entries.items()}
+        self._enter(commit, entries)
+        commit.settle()
         new_head = replace(
             head, next_tensor=self._next_tensor, next_chunk=next_chunk, n_commits=serial
         )
         txn.handle.put(HEAD_KEY, new_head.to_bytes(), db=txn.tables.meta)
+        followed = {
+            old: (new, pointers.get(old.id, {}))
+            for name, entry in entries.items()
+            for old, new in zip(tensors_of(self.entries[name]), tensors_of(entry), strict=True)
+        }
+        return new_head, entries, followed
 
-    def _point(self, commit: Commit, head: Head, tensor: int) -> int:
+    def _point(self, commit: Commit, head: Head, tensor: int, pointers: dict[int, Pointer]) -> int:
         """Let the pointers of a tensor be those of its changed chunks. Returns by how many bytes
         its frames grow."""
         record, is_new = self._records[tensor], tensor >= head.next_tensor
-        grown = 0
-        for number, slot in self._slots[tensor].items():
-            grown += commit.point(record, number, self._new.pointer(slot.chunk), is_new)
-        return grown
+        return sum([commit.point(record, number, to, is_new) for number, to in pointers.items()])
 
-    def _enter(self, commit: Commit, grown: dict[int, int], serial: int) -> None:
-        """Write the entries of all tensors that have changed."""
-
-        def changed(record: TensorRecord) -> TensorRecord:
-            more = grown.get(record.id, 0)
-            return replace(record, packed_nbytes=record.packed_nbytes + more, serial=serial)
-
-        entries = dict(self.entries)
+    def _enter(self, commit: Commit, entries: dict[str, Entry | None]) -> None:
+        """Write the entries that have changed, and delete the tensors that have no entry any
+        more."""
         gone: set[int] = set()
         for name, entry in entries.items():
             with suppress(CorruptionError, CompatibilityError):
-                gone |= {record.id for record in tensors_of(commit.state.entry(name))}
-            if isinstance(entry, TensorRecord):
-                commit.enter(name, changed(entry))
-            elif isinstance(entry, StateRecord):
-                tensors = tuple(changed(record) for record in entry.tensors)
-                commit.enter(name, StateRecord(entry.state, tensors))
-            else:
-                commit.enter(name, None)
+                found = self._found[name] if name in self._found else commit.state.entry(name)
+                gone |= {record.id for record in tensors_of(found)}
+            commit.enter(name, entry)
         for entry in entries.values():
             gone -= {record.id for record in tensors_of(entry)}
         for tensor in gone:
@@ -538,6 +558,19 @@ class Changes:
             self._new.drop()
 
 
-def _work_on(work: Callable[[_Job, int], Packed], jobs: list[_Job], i: int, threads: int) -> Packed:
-    """Pack the chunk of an index, as `map_tensors` asks."""
-    return work(jobs[i], threads)
+def _grown(entry: Entry | None, grown: dict[int, int], serial: int) -> Entry | None:
+    """An entry after a commit.
+
+    Args:
+        entry: the entry before.
+        grown: by how many bytes the frames of tensors grow, by the number of the tensor.
+        serial: the number of the commit.
+    """
+
+    def changed(record: TensorRecord) -> TensorRecord:
+        packed = record.packed_nbytes + grown.get(record.id, 0)
+        return replace(record, packed_nbytes=packed, serial=serial)
+
+    if isinstance(entry, StateRecord):
+        return StateRecord(entry.state, tuple(map(changed, entry.tensors)))
+    return None if entry is None else changed(entry)

@@ -11,6 +11,7 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakSet
@@ -22,12 +23,14 @@ from packhorse.codecs.base import ByteArray
 from packhorse.disk.shelf.records import ChunkRecord, Pointer, TensorRecord
 from packhorse.errors import BaseMismatchError, CompatibilityError, CorruptionError, blaming
 from packhorse.frame import Frame, Plan, compress_buffer
+from packhorse.frame.template import Template
 from packhorse.framework import resolve_framework
 from packhorse.layout import DTYPE_BY_NAME, Level
 from packhorse.process import at_fork
 from packhorse.threads import map_tensors
 
 __all__ = [
+    "SHORT_NBYTES",
     "Array",
     "Cache",
     "Packed",
@@ -43,9 +46,13 @@ __all__ = [
 ]
 
 Array: TypeAlias = NDArray[Any]
-_USES_OF_PLAN, _LONGER, _MAX_PLANS, _MAX_TABLES = 31, 1.2, 1024, 64
+Shape: TypeAlias = tuple[int, ...]
+_USES_OF_PLAN, _SHORT_USES = 31, 127  # the second for short chunks, which take a trial of Zstandard
+_LONGER, _BETTER = 1.2, 1.1
+_MAX_PLANS, _MAX_TABLES = 1024, 64
 _MAX_OF_TABLE = 1 << 20  # chunks: 8 MiB of addresses
 _FEW_NBYTES = 1 << 19  # of chunks that one thread decodes as fast as several
+SHORT_NBYTES = 1 << 16  # of a chunk for which the fixed cost of a call counts
 
 
 @cache
@@ -134,41 +141,87 @@ class Packed(NamedTuple):
     has_base: bool
 
 
+@dataclass(slots=True)
+class _Pattern:
+    """How a chunk was packed, to pack alike ones in the same way.
+
+    Attributes:
+        plan: of its frame.
+        nbytes: of its frame.
+        n_left: how many more chunks may be packed so.
+        template: for short chunks.
+    """
+
+    plan: Plan
+    nbytes: int
+    n_left: int
+    template: Template | None
+
+
 class Planner:
     """The plans of frames that were made, to be used again for the next chunks of a tensor.
 
     A plan is made from samples, which for a short chunk takes about as long as packing it. The
     chunks of a tensor are alike, so a plan is used some times. If a frame comes out longer than
-    the one that the plan was made for, the chunk is planned anew.
+    the one that the plan was made for, the chunk is planned anew. The new plan is used from then on
+    if it is better; otherwise only this chunk is harder to pack than others.
     """
 
     def __init__(self) -> None:
         """Knows no plans."""
-        self._plans: OrderedDict[tuple[int, int], tuple[Plan, int, int]] = OrderedDict()
+        self._patterns: OrderedDict[tuple[int, int], _Pattern] = OrderedDict()
 
-    def pack(self, key: tuple[int, int], pack: Callable[[Plan | None], Frame]) -> Frame:
+    def pack(
+        self, record: TensorRecord, data: ByteArray, shape: Shape, level: Level, threads: int
+    ) -> Packed:
         """Pack a chunk.
 
         Args:
-            key: which chunks are alike.
-            pack: packs the chunk by a plan, or makes one.
+            record: the tensor.
+            data: the bytes of the chunk.
+            shape: of the chunk.
+            level: how hard to try.
+            threads: how many to use.
 
         Returns:
             The frame.
         """
-        plan, nbytes, n_left = self._plans.get(key, (None, 0, 0))
-        frame = pack(plan if n_left > 0 else None)
-        if plan is not None and n_left > 0 and frame.nbytes > nbytes * _LONGER:
-            anew = pack(None)
-            frame = anew if anew.nbytes < frame.nbytes else frame
-            n_left = 0
-        if plan is not None and n_left > 0:
-            self._plans[key] = plan, nbytes, n_left - 1
+        key = record.id, data.size
+        pattern = self._patterns.get(key)
+        packed = None
+        if pattern is not None and pattern.n_left > 0:
+            if pattern.template is not None:
+                packed = Packed(*pattern.template.pack(data), False)
+            else:
+                packed = _packed(_compress(record, data, shape, level, threads, pattern.plan))
+            if len(packed.frame) <= pattern.nbytes * _LONGER:
+                pattern.n_left -= 1
+                return packed
+        frame = _compress(record, data, shape, level, threads, None)
+        if pattern is not None and packed and len(packed.frame) <= frame.nbytes * _BETTER:
+            pattern.nbytes = len(packed.frame)
         elif frame.plan is not None:
-            self._plans[key] = frame.plan, frame.nbytes, _USES_OF_PLAN
-            while len(self._plans) > _MAX_PLANS:
-                self._plans.popitem(last=False)
-        return frame
+            template = Template.of(frame) if data.size < SHORT_NBYTES else None
+            n_uses = _SHORT_USES if template is not None and frame.plan.zstd else _USES_OF_PLAN
+            self._patterns[key] = _Pattern(frame.plan, frame.nbytes, n_uses, template)
+            while len(self._patterns) > _MAX_PLANS:
+                self._patterns.popitem(last=False)
+        return packed if packed and len(packed.frame) <= frame.nbytes else _packed(frame)
+
+
+def _compress(
+    record: TensorRecord,
+    data: ByteArray,
+    shape: Shape,
+    level: Level,
+    threads: int,
+    plan: Plan | None,
+) -> Frame:
+    return compress_buffer(data, record.dtype, shape, level=level, threads=threads, like=plan)
+
+
+def _packed(frame: Frame) -> Packed:
+    return Packed(frame.to_bytes(), frame.content_hash, frame.base_hash is not None)
 
 
 def pack_chunk(
@@ -192,26 +245,19 @@ def pack_chunk(
     Returns:
         The frame; without a base if the base does not help.
     """
-    arrays = resolve_framework("np")
     bits, n_rows = DTYPE_BY_NAME[record.dtype].bits, _n_rows(record, chunk.size)
-    shape: tuple[int, ...] = (n_rows, chunk.size // n_rows)
+    shape: Shape = (n_rows, chunk.size // n_rows)
     if chunk.size * bits % 8:
         chunk = np.concatenate([chunk, np.zeros(-chunk.size % 8, chunk.dtype)])
         shape = (chunk.size,)
-    data = arrays.readable(chunk)[0]
+    data = chunk.view(np.uint8) if bits >= 8 else _bytes_of(chunk)
     if base is None or base.data.size != chunk.size:
-        frame = planner.pack(
-            (record.id, data.size),
-            lambda plan: compress_buffer(
-                data, record.dtype, shape, level=level, threads=threads, like=plan
-            ),
-        )
-    else:
-        frame = compress_buffer(
-            data, record.dtype, shape, level=level, threads=threads, base=_bytes_of(base.data),
-            base_hash=base.content_hash, base_is_fixed=True,
-        )  # fmt: skip
-    return Packed(frame.to_bytes(), frame.content_hash, frame.base_hash is not None)
+        return planner.pack(record, data, shape, level, threads)
+    frame = compress_buffer(
+        data, record.dtype, shape, level=level, threads=threads, base=_bytes_of(base.data),
+        base_hash=base.content_hash, base_is_fixed=True,
+    )  # fmt: skip
+    return _packed(frame)
 
 
 def _n_rows(record: TensorRecord, numel: int) -> int:
@@ -228,7 +274,8 @@ class Cache:
     """Decoded chunks, of which those that were used last are kept, within a number of bytes.
 
     They are found by the number of the stored chunk. No other chunk ever gets the number, so what
-    is here stays right whatever is committed, also by other processes.
+    is here stays right whatever is committed, also by other processes. Of patches, the rows alone
+    are kept too, under ~number.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -252,6 +299,17 @@ class Cache:
                 if chunk is not None:
                     move(number)
         return found
+
+    def take_rows(self, number: int) -> Array | None:
+        """The decoded rows of a patch, which are not kept any longer; None if they are not here."""
+        with self._lock:
+            found = self._chunks.pop(~number, None)
+            self.nbytes -= 0 if found is None else found.data.nbytes
+        return None if found is None else found.data
+
+    def put_rows(self, number: int, rows: Array) -> None:
+        """Keep the decoded rows of a patch, for the next one that takes its place."""
+        self.put(~number, Stored(rows, b"", 0))
 
     def put(self, number: int, chunk: Stored) -> None:
         """Keep a chunk, and drop the ones that were used longest ago."""

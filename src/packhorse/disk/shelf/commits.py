@@ -1,7 +1,9 @@
 """Writing the records of a commit: pointers, entries, chunks and their uses, in one transaction.
 
 A stored chunk is used by the pointer of one chunk of a tensor, and by the chunks that are deltas
-against it. A rollback adds pointers. When nothing uses a chunk any more, it is deleted.
+against it. A rollback adds pointers. When nothing uses a chunk any more, it is deleted. Uses that
+begin and end in one commit, as those of a chunk that a patch takes the place of, leave no trace:
+the sums are noted at the end (`settle`).
 
 What is damaged can be overwritten and removed like the rest. Where it is not known what a damaged
 record had used, that stays in the file.
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
+from heapq import heapify, heappop, heappush
 from itertools import groupby
 
 from packhorse.disk.shelf.engine import Txn
@@ -71,6 +74,9 @@ class Commit:
             ) from error
         self._newest_tag = max(self._tags, default=0)
         self._shown: dict[int, set[int] | None] | None = None
+        self._more_uses: dict[int, int] = {}  # of stored chunks, by this commit
+        uses = txn.handle.cursor(db=txn.tables.shares)
+        self._has_stray = uses.set_range(CHUNK_KEY.pack(head.next_chunk))  # damaged keys
 
     # Chunks.
 
@@ -85,7 +91,8 @@ class Commit:
         key = CHUNK_KEY.pack(number)
         value = chunk_value(number, record)
         self._txn.handle.put(key, value, db=self._txn.tables.chunks)
-        self.set_uses(number, n_uses)
+        if n_uses > 1 or self._has_stray:
+            self.set_uses(number, n_uses)
 
     def set_uses(self, number: int, n_uses: int) -> None:
         """Note how many pointers and chunks use a chunk, which is at least one."""
@@ -96,10 +103,47 @@ class Commit:
             self._txn.handle.delete(key, db=self._txn.tables.shares)
 
     def use(self, number: int, n: int = 1) -> None:
-        """Note more uses of a stored chunk."""
-        uses = self._uses(number)
-        if uses is not None:
-            self.set_uses(number, uses + n)
+        """Add uses of a stored chunk, which `settle` will note."""
+        self._more_uses[number] = self._more_uses.get(number, 0) + n
+
+    def release(self, number: int) -> None:
+        """End one use of a stored chunk; `settle` deletes it if that was the last. 0 is none."""
+        if number:
+            self.use(number, -1)
+
+    def settle(self) -> None:
+        """Note the uses that this commit has added and ended, and delete chunks without any. The
+        last step of a commit."""
+        # A chunk has a greater number than the one that it needs, which may go with it.
+        queue = [-number for number in self._more_uses]
+        heapify(queue)
+        while queue:
+            number = -heappop(queue)
+            n = self._more_uses.pop(number, 0)
+            uses = self._uses(number) if n else None
+            if uses is None:
+                continue
+            if uses + n > 0:
+                self.set_uses(number, uses + n)
+                continue
+            base = self._delete_chunk(number, has_record=uses > 1)
+            if base:
+                if base not in self._more_uses:
+                    heappush(queue, -base)
+                self.release(base)
+
+    def _delete_chunk(self, number: int, *, has_record: bool) -> int:
+        """Delete a stored chunk, and the record of its uses if it has one. Returns the number of
+        the chunk that it needed; 0 for none."""
+        key, base = CHUNK_KEY.pack(number), 0
+        value = self._txn.handle.get(key, db=self._txn.tables.chunks)
+        if value is not None:
+            with suppress(CorruptionError):
+                base = parse_chunk(number, value).base
+        self._txn.handle.delete(key, db=self._txn.tables.chunks)
+        if has_record:
+            self._txn.handle.delete(key, db=self._txn.tables.shares)
+        return base
 
     def _uses(self, number: int) -> int | None:
         """How many uses of a chunk are noted; None if that is damaged."""
@@ -119,24 +163,6 @@ class Commit:
             except CorruptionError:
                 return None
         return 1
-
-    def release(self, number: int) -> None:
-        """Note that one use of a chunk has ended; the last one deletes it."""
-        while number:
-            uses = self._uses(number)
-            if uses is None:
-                return
-            if uses > 1:
-                self.set_uses(number, uses - 1)
-                return
-            key = CHUNK_KEY.pack(number)
-            value = self._txn.handle.get(key, db=self._txn.tables.chunks)
-            base = 0
-            if value is not None:
-                with suppress(CorruptionError):
-                    base = parse_chunk(number, value).base
-            self._txn.handle.delete(key, db=self._txn.tables.chunks)
-            number = base
 
     # Pointers.
 
@@ -160,24 +186,28 @@ class Commit:
             old = self._old_pointer(*found)
             grown -= old.nbytes
             has_older = True
+            is_kept = found[0] == key and pointer.chunk  # and written over
             if EPOCH.unpack(found[0][-4:])[0] > self._newest_tag:
-                self._txn.handle.delete(found[0], db=table)
                 self.release(old.chunk)
-                has_older = self._older(key) is not None
+                if not is_kept:
+                    self._txn.handle.delete(found[0], db=table)
+                    has_older = self._older(key) is not None
         if pointer.chunk or has_older:
             self._txn.handle.put(key, pointer_value(key, pointer), db=table)
         return grown
 
     def _older(self, key: bytes) -> tuple[bytes, bytes] | None:
-        with suppress(CorruptionError):  # another key than it should have: it stays where it is
+        try:
             return newest_pointer(self._txn, key, self._label)
-        return None
+        except CorruptionError:  # another key than it should have: it stays where it is
+            return None
 
     def _old_pointer(self, key: bytes, data: bytes) -> Pointer:
         """What a pointer that is not needed any more had used."""
-        with suppress(CorruptionError):
+        try:
             return parse_pointer(key, data, self._label)
-        return NO_CHUNK
+        except CorruptionError:
+            return NO_CHUNK
 
     def sweep(self, tensor: int, epochs: Iterable[int]) -> None:
         """Delete the versions of a tensor's pointers that no state shows.
@@ -233,7 +263,8 @@ class Commit:
         table = self._txn.tables.names
         key = entry_key(name, self.head.epoch)
         found = self._older_entry(key)
-        if found is not None and EPOCH.unpack(found[0][-4:])[0] > self._newest_tag:
+        is_kept = found is not None and found[0] == key and entry is not None  # and written over
+        if found is not None and not is_kept and EPOCH.unpack(found[0][-4:])[0] > self._newest_tag:
             self._txn.handle.delete(found[0], db=table)
             found = self._older_entry(key)
         if entry is not None or (found is not None and not is_removed(found[1])):

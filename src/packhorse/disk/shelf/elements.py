@@ -117,8 +117,7 @@ def write_rows(
         record, rows, low, high, block: as for `rows.changes_of`.
         changes: where to.
     """
-    for change in changes_of(record, rows, low, high, block):
-        changes.change(record, change)
+    changes.change(record, changes_of(record, rows, low, high, block))
 
 
 def shrink(record: TensorRecord, resized: TensorRecord, changes: Changes) -> None:

@@ -177,16 +177,18 @@ def _listed_rows(item: Any, n_rows: int, writes: bool) -> tuple[RowIds, Any] | N
         return None
     if listed.size == 0:
         return range(0), np.zeros(listed.shape, np.intp)
-    if listed.min() < -n_rows or listed.max() >= n_rows:
+    least = listed.min()
+    if least < -n_rows or listed.max() >= n_rows:
         return None
     places = listed.astype(np.intp)
-    places[places < 0] += n_rows
+    if least < 0:
+        places[places < 0] += n_rows
     if places.ndim == 1:
         if not writes or places.size == 1 or bool((places[1:] > places[:-1]).all()):
             return places, None
     elif not writes:
         return places.ravel(), np.arange(places.size).reshape(places.shape)
-    rows, order = np.unique(places, return_inverse=True)
+    rows, order = _sorted(places.ravel())
     return rows, order.reshape(listed.shape)
 
 
@@ -195,6 +197,18 @@ def _listed(item: Any) -> Array:
     listed = np.asarray(item)
     is_empty_list = not isinstance(item, np.ndarray) and listed.size == 0
     return listed.astype(np.intp) if is_empty_list else listed
+
+
+def _sorted(places: Array) -> tuple[Array, Array]:
+    """The different numbers in ascending order, and where each of the given ones is among them."""
+    order = places.argsort()
+    rows = places[order]
+    if not (rows[1:] != rows[:-1]).all():
+        rows, order = np.unique(places, return_inverse=True)
+        return rows, order
+    where = np.empty_like(order)
+    where[order] = np.arange(order.size)
+    return rows, where
 
 
 def _general(items: tuple[Any, ...], shape: tuple[int, ...]) -> Selection:

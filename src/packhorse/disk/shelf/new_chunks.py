@@ -44,7 +44,7 @@ class _NewChunk:
         base: the number of the stored chunk that it needs; 0 for none.
         base_nbytes: of the frame of that chunk, if this one is a patch of it.
         n_uses: how many pointers and chunks use it.
-        kept: its elements, for the cache; None if they are not kept.
+        kept: its elements, or the rows of a patch, for the cache; None if they are not kept.
     """
 
     record: ChunkRecord | None
@@ -74,11 +74,12 @@ class NewChunks:
 
     # Adding.
 
-    def add(self, slot: Slot, packed: Packed, base: int) -> int:
+    def add(self, slot: Slot, rows: Array | None, packed: Packed, base: int) -> int:
         """Take a chunk that was packed.
 
         Args:
             slot: what was packed.
+            rows: those of a patch, if they may be kept.
             packed: its packed form.
             base: the number of the stored chunk that it is a delta against; 0 for none.
 
@@ -92,20 +93,20 @@ class NewChunks:
         if base:
             self._use(base)
         record = ChunkRecord(base, places, packed.frame)
-        nbytes, kept = len(packed.frame), self._kept(slot)
+        nbytes, kept = len(packed.frame), self._kept(slot, rows)
         new = _NewChunk(record, nbytes, packed.content_hash, base, base_nbytes, 1, kept)
         self._new[number] = new
         self._nbytes += nbytes
         return number
 
-    def _kept(self, slot: Slot) -> Array | None:
-        """The elements of a chunk, if they are to be kept for the cache."""
-        data = slot.data
-        if data is None or not slot.is_own or not self._has_room(data.nbytes):
+    def _kept(self, slot: Slot, rows: Array | None) -> Array | None:
+        """The elements of a chunk, or the rows of a patch, if they are to be kept for the cache."""
+        kept = rows if slot.patch else slot.data if slot.is_own else None
+        if kept is None or not self._has_room(kept.nbytes):
             return None
-        data.flags.writeable = False
-        self._kept_nbytes += data.nbytes
-        return data
+        kept.flags.writeable = False
+        self._kept_nbytes += kept.nbytes
+        return kept
 
     def _use(self, number: int) -> None:
         new = self._new.get(number)
@@ -131,9 +132,9 @@ class NewChunks:
     # Reading.
 
     def kept(self, number: int) -> Stored | None:
-        """The elements of a chunk, if they are in memory."""
+        """The elements of a chunk, if they are in memory; not those of a patch."""
         new = self._new.get(number)
-        if new is None or new.kept is None:
+        if new is None or new.kept is None or new.base_nbytes:
             return None
         return stored(new.kept, new.content_hash)
 
@@ -168,7 +169,9 @@ class NewChunks:
         """Keep the elements of a chunk that was decoded: it may be the keyframe of the next rows,
         too."""
         new = self._new.get(number)
-        if new is not None and new.kept is None and self._has_room(data.nbytes):
+        if new is None or new.base_nbytes or new.kept is not None:  # of a patch, rows are kept
+            return
+        if self._has_room(data.nbytes):
             self._kept_nbytes += data.nbytes
             new.kept = data
 
@@ -224,10 +227,14 @@ class NewChunks:
 
     def fill_cache(self) -> None:
         """Put the elements that were kept into the cache, once the chunks are committed."""
-        for number in self._new:
-            chunk = self.kept(number)
-            if chunk is not None:
-                self._settings.cache.put(number, chunk)
+        cache = self._settings.cache
+        for number, new in self._new.items():
+            if new.kept is None:
+                continue
+            if new.base_nbytes:
+                cache.put_rows(number, new.kept)
+            else:
+                cache.put(number, stored(new.kept, new.content_hash))
 
     def drop(self) -> None:
         """Delete what was written early."""

@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
-from packhorse import _core
-from packhorse.codecs.content import crc32c
+from packhorse import _core  # there are many records, so their checksums take no detour
 from packhorse.disk.shelf.grid import Grid
 from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.storage.documents import CRC_END, Document, compact_json, read_checksum, sign
@@ -72,6 +71,7 @@ POINTER_KEY = struct.Struct(">QQI")  # tensor, chunk of the tensor, epoch
 _POINTER = struct.Struct("<QI4sI")  # chunk, bytes of its frame, start of its content hash, CRC
 CHUNK_KEY = struct.Struct(">Q")
 _CHUNK = struct.Struct("<QII")  # the chunk that it needs, rows of a patch, CRC; then the places
+_BEFORE = struct.Struct("<QQI")  # what that CRC covers: the number of the chunk, and these two
 _USES = struct.Struct("<QI")  # uses, CRC
 EPOCH = struct.Struct(">I")
 MAX_EPOCH = (1 << 32) - 2
@@ -106,7 +106,7 @@ class Head:
             _MAGIC, _VERSION, self.has_moved, self.epoch, self.next_tensor, self.next_chunk,
             self.n_commits, 0,
         )[:-4]  # fmt: skip
-        return body + struct.pack("<I", crc32c(body))
+        return body + struct.pack("<I", _core.crc32c(body))
 
     @classmethod
     def parse(cls, data: bytes | None, label: str) -> Head:
@@ -124,7 +124,9 @@ class Head:
                 f"{label}: a shelf of version {version}; this release reads version {_VERSION}; "
                 "upgrade packhorse"
             )
-        if len(data) != _HEAD.size or crc32c(data[:-4]) != int.from_bytes(data[-4:], "little"):
+        if len(data) != _HEAD.size or _core.crc32c(data[:-4]) != int.from_bytes(
+            data[-4:], "little"
+        ):
             raise CorruptionError(f"{label}: the head record is damaged: its checksum differs")
         _, _, moved, epoch, tensor, chunk, commits, _ = _HEAD.unpack(data)
         return cls(epoch, tensor, chunk, commits, bool(moved))
@@ -150,7 +152,7 @@ NO_CHUNK = Pointer(0, 0, bytes(4))
 def pointer_value(key: bytes, pointer: Pointer) -> bytes:
     """The record of a pointer."""
     body = _POINTER.pack(*pointer, 0)[:-4]
-    return body + struct.pack("<I", crc32c(key + body))
+    return body + _core.crc32c(key + body).to_bytes(4, "little")
 
 
 def parse_pointer(key: bytes, data: bytes, label: str) -> Pointer:
@@ -179,7 +181,6 @@ def pointer_place(key: bytes, label: str) -> tuple[int, int, int]:
 
 def is_pointer(key: bytes, data: bytes) -> bool:
     """Whether the checksum of a pointer matches."""
-    # There are many pointers, so the core is called without a detour.
     sum_ = _core.crc32c(key + data[:-4])
     return len(data) == _POINTER.size and sum_ == int.from_bytes(data[-4:], "little")
 
@@ -220,7 +221,7 @@ def chunk_value(number: int, record: ChunkRecord) -> bytes:
     """The record of a stored chunk."""
     places = record.places or ()
     packed = struct.pack(f"<{len(places)}I", *places)
-    crc = crc32c(struct.pack("<QQI", number, record.base, len(places)) + packed)
+    crc = _core.crc32c(_BEFORE.pack(number, record.base, len(places)) + packed)
     return b"".join((_CHUNK.pack(record.base, len(places), crc), packed, record.frame))
 
 
@@ -234,7 +235,7 @@ def parse_chunk(number: int, value: Any) -> ChunkRecord:
         base, n, crc = _CHUNK.unpack_from(value)
         end = _CHUNK.size + 4 * n
         packed = bytes(value[_CHUNK.size : end])
-        if len(value) >= end and crc32c(struct.pack("<QQI", number, base, n) + packed) == crc:
+        if len(value) >= end and _core.crc32c(_BEFORE.pack(number, base, n) + packed) == crc:
             places = struct.unpack(f"<{n}I", packed) if n else None
             return ChunkRecord(base, places, value[end:])
     raise CorruptionError("what is in front of its frame is damaged")
@@ -242,7 +243,7 @@ def parse_chunk(number: int, value: Any) -> ChunkRecord:
 
 def uses_value(number: int, n_uses: int) -> bytes:
     """The record of how many pointers and chunks use a stored chunk."""
-    return _USES.pack(n_uses, crc32c(struct.pack("<QQ", number, n_uses)))
+    return _USES.pack(n_uses, _core.crc32c(struct.pack("<QQ", number, n_uses)))
 
 
 def parse_uses(number: int, value: bytes, label: str) -> int:
@@ -253,7 +254,7 @@ def parse_uses(number: int, value: bytes, label: str) -> int:
     """
     if len(value) == _USES.size:
         n_uses, crc = _USES.unpack(value)
-        if crc32c(struct.pack("<QQ", number, n_uses)) == crc:
+        if _core.crc32c(struct.pack("<QQ", number, n_uses)) == crc:
             return int(n_uses)
     raise CorruptionError(f"{label}: the number of uses of the stored chunk {number} is damaged")
 

@@ -94,11 +94,11 @@ def _runs(rows: RowIds, per_chunk: int) -> Iterator[tuple[int, slice | Array, sl
             at = stop
         return
     runs = rows // per_chunk
-    starts = np.flatnonzero(np.diff(runs, prepend=-1))
+    stops = [*((runs[1:] != runs[:-1]).nonzero()[0] + 1).tolist(), rows.size]
+    starts = [0, *stops[:-1]]
     inside = rows - runs * per_chunk
-    stops = [*starts[1:].tolist(), rows.size]
     firsts = runs[starts].tolist()
-    for run, start, stop in zip(firsts, starts.tolist(), stops, strict=True):
+    for run, start, stop in zip(firsts, starts, stops, strict=True):
         yield run, inside[start:stop], slice(start, stop)
 
 
@@ -317,12 +317,23 @@ def changes_of(
     if not block.size:
         return
     grid = record.grid
+    if grid.chunks_per_row == 1:
+        yield from _changes_of_rows(grid, rows, slice(low, high), block)
+        return
     for part in _parts(grid, rows, low, high):
         columns = slice(part.out_start, part.out_start + part.stop - part.start)
         values = block[part.out_rows, columns]
         is_whole = values.size == grid.numel_of(part.number) and values.flags.c_contiguous
         yield Change(
             part.number, part.rows, slice(part.start, part.stop), values,
-            grid.n_rows_in(part.number), is_whole,
-            grid.chunks_per_row == 1 and values.shape[1] == grid.row_numel,
+            grid.n_rows_in(part.number), is_whole, False,
         )  # fmt: skip
+
+
+def _changes_of_rows(grid: Grid, rows: RowIds, columns: slice, block: Array) -> Iterator[Change]:
+    """Cut what is written into chunks that have whole rows."""
+    has_rows = block.shape[1] == grid.row_numel
+    for number, inside, wanted in _runs(rows, grid.rows_per_chunk):
+        values, n_rows = block[wanted], grid.n_rows_in(number)
+        is_whole = has_rows and len(values) == n_rows and values.flags.c_contiguous
+        yield Change(number, inside, columns, values, n_rows, is_whole, has_rows)

@@ -493,7 +493,9 @@ class Shelf(ShelfView, Imports):
         def work(txn: Txn, head: Head) -> None:
             if not delete_tag(txn, check_name(tag, "a tag")):
                 raise KeyError(f"{self.path}: there is no tag {tag!r}")
-            Commit(txn, head, str(self.path)).sweep_all()
+            commit = Commit(txn, head, str(self.path))
+            commit.sweep_all()
+            commit.settle()
             _put_head(txn, head)
 
         self._alone(work, "untag()")
@@ -532,6 +534,7 @@ class Shelf(ShelfView, Imports):
             commit = Commit(txn, head, str(self.path))
             found = commit.state.tag(check_name(tag, "a tag"))
             commit.roll_back(found.epoch)
+            commit.settle()
             _put_head(txn, head)
 
         self._alone(work, "rollback()")

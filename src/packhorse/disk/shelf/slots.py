@@ -33,15 +33,19 @@ class Slot:
 
 
 def content_of(slot: Slot) -> Array:
-    """What is packed of a chunk."""
+    """What is packed of a chunk; of a patch, its rows in order, as rows and columns."""
     if slot.data is not None:
         return slot.data
     assert slot.patch is not None
-    return np.concatenate([slot.patch[place] for place in sorted(slot.patch)])
+    if len(slot.patch) == 1:
+        (row,) = slot.patch.values()
+        return row[None]
+    rows = [slot.patch[place] for place in sorted(slot.patch)]
+    return np.concatenate(rows).reshape(len(rows), -1)
 
 
 def nbytes_of(slot: Slot) -> int:
     """The bytes of what is packed of a chunk."""
     if slot.data is not None:
         return slot.data.nbytes
-    return sum(row.nbytes for row in (slot.patch or {}).values())
+    return sum([row.nbytes for row in slot.patch.values()]) if slot.patch else 0

@@ -49,8 +49,10 @@ __all__ = [
 
 _LAST_EPOCH = EPOCH.pack((1 << 32) - 1)
 _MAX_TENSORS = 256
+_FEW = 2  # pointers that are found one by one
 _MANY = 4  # chunks that are asked for before the first is read
 _MAX_POINTERS = 1 << 18
+_MAX_FOLLOWED = 1 << 12  # entries, or pointers of a tensor, that are copied at a commit
 
 
 class Tag(NamedTuple):
@@ -96,6 +98,31 @@ class Known:
             self._forget_pointers()
             found = self._pointers[key] = {}
         return found
+
+    def follow(
+        self,
+        before: Head,
+        after: Head,
+        entries: dict[str, Entry | None],
+        pointers: dict[TensorRecord, tuple[TensorRecord, dict[int, Pointer]]],
+    ) -> None:
+        """Take over what a commit of this process has left as it was, and what it has changed.
+
+        Args:
+            before: the head record before the commit.
+            after: the head record that it has written.
+            entries: the entries that it has written.
+            pointers: by the record of a tensor before the commit, its record afterwards and
+                the pointers that have changed.
+        """
+        state, kept = self._entries
+        if state == (before.n_commits, before.epoch) and len(kept) <= _MAX_FOLLOWED:
+            entries = {**kept, **entries}
+        self._entries = (after.n_commits, after.epoch), entries
+        for old, (new, changed) in pointers.items():
+            found = self._pointers.pop((old.id, old.serial), None)
+            if found is not None and len(found) <= _MAX_FOLLOWED:
+                self.pointers(new).update({**found, **changed})
 
     def _forget_pointers(self) -> None:
         """Make room for a tensor; every commit makes new ones of those that it changes."""
@@ -210,7 +237,7 @@ class State:
         come behind a damaged one, are looked for again, each for itself."""
         first, last = min(numbers), max(numbers)
         found: dict[int, Pointer] = {}
-        if last - first < 4 * len(numbers):
+        if last - first < 4 * len(numbers) and len(numbers) > _FEW:
             wanted = set(numbers)
             with suppress(CorruptionError):
                 for number, key, data in self._versions(record.id, first, last + 1, label):
@@ -262,6 +289,15 @@ class State:
         if len(values) >= _MANY:
             _core.will_need([value for value in values if value is not None])
         return [self._parse_chunk(n, value) for n, value in zip(numbers, values, strict=True)]
+
+    def chunk(self, number: int) -> ChunkRecord:
+        """A stored chunk, whose frame is a view and was not read.
+
+        Raises:
+            CorruptionError: as for `chunks`.
+        """
+        value = self._txn.handle.get(CHUNK_KEY.pack(number), db=self._txn.tables.chunks)
+        return self._parse_chunk(number, value)
 
     def _parse_chunk(self, number: int, value: Any) -> ChunkRecord:
         if value is None:
