@@ -223,10 +223,10 @@ def test_another_fit_does_not_go_on(shelf: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_memory_stays_within_the_budget(shelf: Any) -> None:
-    """Eight times as many points as fit. What a fit allocates comes first; then the cache of the
+    """Five times as many points as fit. What a fit allocates comes first; then the cache of the
     shelf, 1 MiB, and what it packs: chunks of 64 pieces, with their frames."""
     budget = 2 << 20
-    shelf["x"] = cloud(8 * budget // (100 * 4), 100)
+    shelf["x"] = cloud(5 * budget // (100 * 4), 100)
     gmra = GMRA(4, leaf_size=256, random_state=0, memory_nbytes=budget)
     tracemalloc.start()
     gmra.fit(shelf["x"], shelf=shelf)
