@@ -5,6 +5,7 @@ before anything else can import Triton. On a machine with a GPU, TRITON_INTERPRE
 there. Tests that compile offline need a child process without the variable.
 """
 
+import atexit
 import gc
 import os
 from collections.abc import Callable, Iterator
@@ -15,19 +16,25 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import pytest
 from cli_samples import Ended, write_folder, write_model
 from disk_samples import write_sample
+from quick_interpreter import replace_once_a_launch
 from s3_server import Server
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Collecting imports much and leaves little: the garbage collector would look at it in vain."""
+    gc.disable()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """The garbage collector need not look again at all that collecting has imported: each of its
     full turns took a good part of a second, and each test that leaves cycles adds some."""
+    gc.enable()
     gc.collect()
     gc.freeze()
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Nothing stays frozen when Python ends, or nanobind reports its own functions as leaked."""
-    gc.unfreeze()
+    # Nothing stays frozen when Python ends, or nanobind reports its own functions as leaked. Before
+    # that, pytest makes five full turns.
+    atexit.register(gc.unfreeze)
+    replace_once_a_launch()
 
 
 @pytest.fixture

@@ -35,13 +35,18 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for path in FILES}
 
 
-def imports_of(path: Path, *, types: bool = True) -> Iterator[str]:
+@cache
+def imports_of(path: Path, *, types: bool = True) -> tuple[str, ...]:
     """Full names of what a file imports: modules, or names in them, ours and others'.
 
     Args:
         path: the file.
         types: whether imports that only type checkers see count.
     """
+    return tuple(_imports_of(path, types))
+
+
+def _imports_of(path: Path, types: bool) -> Iterator[str]:
     tree = ast.parse(path.read_text())
     skipped = set() if types else {id(node) for node in _for_checkers(tree)}
     for node in ast.walk(tree):
@@ -299,6 +304,7 @@ FOLDERS = ("src/packhorse", "csrc", "tests", "benchmarks", "fuzz", "examples")
 _SENTENCE = re.compile(r"(.*?[^.])(?:\.(?=\s+[A-Z`])|\.?$)", re.S)
 
 
+@cache
 def purpose_of(path: Path) -> str:
     """The first sentence of a file, without its full stop."""
     text = path.read_text()

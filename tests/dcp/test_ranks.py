@@ -1,6 +1,7 @@
 """Checkpoints of several processes over gloo, of real models, and of processes that are killed."""
 
 import multiprocessing as mp
+import os
 import random
 import subprocess
 import sys
@@ -190,13 +191,13 @@ def test_ranks_build_upon_their_shards_and_are_resharded(ranks: Ranks, tmp_path:
 
 def test_a_killed_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     """A process that saves again and again is killed at a random moment. The checkpoint that it
-    reported last, or the next one, must be there."""
+    reported last, or the next one, must be there. `PACKHORSE_KILLS=100` kills 100 of them."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["packhorse.disk.dcp", "torch.distributed.fsdp"])
     save(numbered_state(0), tmp_path)
     rng = random.Random(1)
     last = 0
-    for _ in range(25):
+    for _ in range(int(os.environ.get("PACKHORSE_KILLS", "8"))):
         reports, theirs = context.Pipe(duplex=False)
         args = (str(tmp_path), theirs, last + 1)
         process = context.Process(target=save_until_killed, args=args)

@@ -113,8 +113,12 @@ def check_frame(frame: Frame, base: bytes | None = None) -> bytes:
     return frame.content_hash
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("case", CASES, ids="-".join)
+# Each case on every other code path in turn: hashing and packing are as independent as the two.
+@pytest.mark.parametrize(
+    ("case", "isa"),
+    [(case, isa) for i, case in enumerate(CASES) for isa in ISAS[(i + i // 4) % 2 :: 2]],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else str(value),
+)
 def test_a_frame_holds_what_its_hash_names(case: tuple[str, str, str, str], isa: str) -> None:
     dtype, level, *kinds = case
     states = states_of(dtype, *kinds)

@@ -1,8 +1,9 @@
 """The kernels' PTX for Hopper, run without a GPU (tests/ptx/README.md): products against FP64 by
 the project's bound, decoded weights in every bit, and damaged kernels, which must be noticed.
 
-Each kernel runs in four ways, which must agree in every bit: asynchronous work as early and as late
-as the program allows, and the first or the last warp first.
+Each kernel runs in two ways, which must agree in every bit and differ in all: asynchronous work as
+late as the program allows and the first warp first, or as early and the last warp first.
+`python -m tests.ptx run` takes all four ways, and damaged kernels run in all of them here.
 """
 
 import numpy as np
@@ -20,7 +21,7 @@ FEW = [
 MANY = [
     Case("many", "W12", (64, 64, 32, 4, 1, 3, 1), 100, 512, 70),
     Case("many", "W12", (128, 64, 64, 4, 2, 2, 1), 150, 1000, 33, bias=True),
-    Case("many", "W11", (64, 64, 16, 4, 1, 3, 1), 90, 700, 64, bias=True),
+    Case("many", "W11", (64, 64, 16, 4, 1, 3, 1), 90, 460, 64, bias=True),
 ]
 DECODE = [
     Case("decode", "W12", (), 70, 999, 0),
@@ -56,10 +57,11 @@ def test_the_data_has_what_kernels_treat_apart() -> None:
 
 @pytest.mark.parametrize("case", [*FEW, *MANY, *DECODE], ids=lambda case: case.name)
 def test_results_are_right_in_every_order(emulation: Emulation, case: Case) -> None:
-    results = [emulation.run(case, **way, track=i % 3 == 0) for i, way in enumerate(WAYS)]
-    for way, result in zip(WAYS, results, strict=True):
-        assert is_right(case, result), way
-        np.testing.assert_array_equal(result, results[0], err_msg=str(way))
+    # What lacks an order is a fault in every run, so that one of them looks for it.
+    results = [emulation.run(case, **way, track=way["late"]) for way in (WAYS[0], WAYS[-1])]
+    for result in results:
+        assert is_right(case, result)
+        np.testing.assert_array_equal(result, results[0])
 
 
 @pytest.mark.parametrize(

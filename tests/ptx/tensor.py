@@ -18,6 +18,19 @@ _LANE = np.arange(WARP)
 _ROW, _PAIR = _LANE >> 2, 2 * (_LANE & 3)  # of fragments
 
 
+def _places(n_words: int, row: int, column: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where the elements of a fragment belong (words x lanes x 2), with the number's bit that says
+    by how much a word is lower, and the bit that says by how much it is further to the right."""
+    i = np.arange(n_words)[:, None, None]
+    rows = _ROW[:, None] + 8 * (i >> row & 1) + np.zeros(2, np.int64)
+    return rows, _PAIR[:, None] + 8 * (i >> column & 1) + np.arange(2)
+
+
+_LEFT = _places(4, 0, 1)
+_RIGHT = _places(2, 9, 0)[::-1]
+_RESULT = tuple(place.transpose(0, 2, 1).reshape(4, WARP) for place in _places(2, 0, 9))
+
+
 def compile_tensor(x: Instruction) -> Callable | None:
     """A function that does an instruction; None if it is not one of these."""
     return _MAKERS[x.opcode[0]](x) if x.opcode[0] in _MAKERS else None
@@ -36,31 +49,27 @@ def _mma(x: Instruction) -> Callable:
         n = warp.machine.n_programs
         left = _left([read(warp) for read in reads_a], n)
         right = np.empty((n, 16, 8), np.float32)
-        for i, read in enumerate(reads_b):
-            low, high = _halves(read(warp), n)
-            right[:, _PAIR + 8 * i, _ROW] = low
-            right[:, _PAIR + 8 * i + 1, _ROW] = high
-        product = np.matmul(left, right, dtype=np.float64)
+        right[:, *_RIGHT] = _halves([read(warp) for read in reads_b], n)
+        product = np.matmul(left, right, dtype=np.float64)[:, *_RESULT]
         for i, (read, write) in enumerate(zip(reads_c, writes, strict=True)):
-            part = product[:, _ROW + 8 * (i >> 1), _PAIR + (i & 1)].reshape(-1)
+            part = product[:, i].reshape(-1)
             write(warp, (read(warp) + part).astype(np.float32), mask)
 
     return run
 
 
-def _halves(words: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """The two BF16 elements of each word, as FP32 (programs x lanes)."""
-    words = np.broadcast_to(words, (n * WARP,)).reshape(n, WARP)
-    return from_bf16(words & np.uint32(0xFFFF)), from_bf16(words >> np.uint32(16))
+def _halves(words: list[np.ndarray], n: int) -> np.ndarray:
+    """The two BF16 elements of each word, as FP32 (programs x words x lanes x 2)."""
+    together = np.empty((n, len(words), WARP), "<u4")
+    for i, word in enumerate(words):
+        together[:, i] = word if word.size == 1 else word.reshape(n, WARP)
+    return from_bf16(together.view("<u2").reshape(n, len(words), WARP, 2))
 
 
 def _left(words: list[np.ndarray], n: int) -> np.ndarray:
     """The left operand (programs x 16 x 16) from the four registers of its fragment."""
     left = np.empty((n, 16, 16), np.float32)
-    for i, word in enumerate(words):
-        low, high = _halves(word, n)
-        left[:, _ROW + 8 * (i & 1), _PAIR + 8 * (i >> 1)] = low
-        left[:, _ROW + 8 * (i & 1), _PAIR + 8 * (i >> 1) + 1] = high
+    left[:, *_LEFT] = _halves(words, n)
     return left
 
 

@@ -126,14 +126,15 @@ def check_agreement(rng: random.Random, built: fb.BuiltFrame) -> None:
             assert by_core(damaged, base) == by_reference(damaged, base), isa
 
 
-@pytest.mark.parametrize("seed", range(4))
+# `make fuzz ARGS=reference` goes on with this for as long as one likes.
+@pytest.mark.parametrize("seed", range(2))
 def test_decoders_agree(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(N_FRAMES):
         check_agreement(rng, random_frame(rng))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_decoders_agree_on_frames_with_a_base(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(N_FRAMES):

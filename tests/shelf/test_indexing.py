@@ -1,5 +1,9 @@
-"""Reading and writing by index: equal to NumPy on the same array, and with the same errors."""
+"""Reading and writing by index: equal to NumPy on the same array, and with the same errors.
 
+`PACKHORSE_EXAMPLES=500 pytest tests/shelf/test_indexing.py` draws 500 indices for each shape.
+"""
+
+import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -77,7 +81,9 @@ def same(found: Any, expected: Any) -> None:
 
 
 COMMON = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=int(os.environ.get("PACKHORSE_EXAMPLES", "30")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 

@@ -101,7 +101,7 @@ def test_a_state_is_replaced_renamed_and_removed(shelf: Shelf) -> None:
     assert shelf.info().packed_nbytes == info.packed_nbytes
     assert shelf.info().file_nbytes < 4 * noise.nbytes
     shelf.rename("s", "t")
-    with pytest.raises(KeyError, match="no tensor 's'"):
+    with pytest.raises(KeyError, match="no state 's'"):
         shelf.load("s")
     assert np.array_equal(shelf.load("t")["w"], noise)
     shelf.tag("then")

@@ -172,7 +172,7 @@ class Planner:
         self._patterns: OrderedDict[tuple[int, int], _Pattern] = OrderedDict()
 
     def pack(
-        self, record: TensorRecord, data: ByteArray, shape: Shape, level: Level, threads: int
+        self, record: TensorRecord, data: ByteArray, shape: Shape, level: Level, threads: int = 1
     ) -> Packed:
         """Pack a chunk.
 
