@@ -138,19 +138,26 @@ def _limited(found: Result) -> str:
 
 
 def _training(found: Result) -> str:
-    turns = found["turns"]
     lines = [
         f"One run goes on in turns of {found['steps']} steps; a turn ends when all its "
         "iterates are on the disk. `packhorse` is `SWAG.collect` after every step, which packs and "
-        f"writes in the background, {found['nbytes_per_row'] / 1e6:.2f} MB a row. `memmap` writes "
-        "each iterate to a row of a memmap and waits for the disk.",
+        f"writes in the background, {found['settings'][0]['nbytes_per_row'] / 1e6:.2f} MB a row. "
+        "`memmap` writes each iterate to a row of a memmap and waits for the disk.",
         "",
-        "| training | a step, ms | median of turns | times |",
-        "|---|--:|--:|--:|",
+        "Threads of PyTorch that wait for another one spin for some milliseconds. Beside any other "
+        "work, they take more of the processor than that work does, unless "
+        "`OMP_WAIT_POLICY=passive` is set before Python starts, or PyTorch leaves a core free "
+        "(`torch.set_num_threads`).",
+        "",
+        "| setting | training | a step, ms | median of turns | times | processor, ms |",
+        "|---|---|--:|--:|--:|--:|",
     ]
-    for name, step in turns.items():
-        times = f"{step['median'] / turns['alone']['median']:.2f}"
-        lines.append(_line(name, [_ms(step["mean"]), _ms(step["median"]), times]))
+    for setting in found["settings"]:
+        turns = setting["turns"]
+        for name, step in turns.items():
+            times = f"{step['median'] / turns['alone']['median']:.2f}"
+            cells = [_ms(step["mean"]), _ms(step["median"]), times, _ms(step["cpu"])]
+            lines.append(_line(setting["setting"], [name, *cells]))
     return "\n".join(lines)
 
 
@@ -218,10 +225,10 @@ def _targets(result: Result) -> Iterator[tuple[str, float, float, bool]]:
     if OURS in limited:
         times = limited[OURS]["limited"]["mean"] / limited[OURS]["free"]["mean"]
         yield "long rows: append with less memory, times without a limit", times, 1.1, False
-    if "training" in result:
-        turns = result["training"]["turns"]
+    for setting in result["training"]["settings"] if "training" in result else ():
+        turns = setting["turns"]
         times = turns[OURS]["median"] / turns["alone"]["median"]
-        yield "training beside the collection, times alone", times, 1.3, False
+        yield f"training and collection, {setting['setting']}, times alone", times, 1.3, False
     if OURS in table and MEMMAP in table:
         for temperature, limit in (("warm", 2.0), ("cold", 1.0)):
             key = f"gather, {temperature}"

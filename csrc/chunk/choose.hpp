@@ -20,16 +20,17 @@ struct LevelSpec {
     uint32_t min_saving_log;    // a plane is coded if that saves more than 1 part in 2^this
     uint32_t lead_saving_log;   // the same for letting plane 0 lead plane 1
     uint32_t palette_raw_bits;  // raw bits tried for palettes
+    uint32_t shift_slack_log;   // differences may take 1 part in 2^this more than at the best shift
 };
 
 constexpr LevelSpec level_spec(Level level) {
     switch (level) {
         case Level::kFast:
-            return {false, 4096, 5, 0, 6};
+            return {false, 4096, 5, 0, 6, 5};
         case Level::kDefault:
-            return {true, 16384, 5, 7, 0};
+            return {true, 16384, 5, 7, 0, 5};
         default:
-            return {true, ~0u, 10, 16, 0};
+            return {true, ~0u, 10, 16, 0, 63};
     }
 }
 

@@ -176,10 +176,12 @@ inline uint64_t shift_cost(const uint64_t* differences, std::size_t n, uint32_t 
     return cost_of_counts(counts, kDeltaTokens) + (bits << kCostBits);
 }
 
-// Finds the best shift of a class, near the shift that makes nine in ten differences direct.
-// Returns its cost.
+// Finds a good shift of a class, near the shift that makes nine in ten differences direct. Returns
+// its cost. A difference that is not direct takes four times as long as another one, and each bit
+// more of shift halves their number. So the largest shift is taken that costs little more than the
+// best.
 inline uint64_t choose_shift(const uint64_t* differences, std::size_t n, uint32_t unit_bits,
-                             uint8_t& shift) {
+                             Level level, uint8_t& shift) {
     shift = 0;
     if (n == 0) return 0;
     uint32_t lengths[kLengthBins] = {};
@@ -190,14 +192,16 @@ inline uint64_t choose_shift(const uint64_t* differences, std::size_t n, uint32_
     }
     const uint32_t middle = length > 4 ? length - 4 : 0;
     const uint32_t first = middle > 2 ? middle - 2 : 0;
-    uint64_t best = ~uint64_t{0};
-    for (uint32_t s = first; s <= middle + 1 && s < unit_bits; ++s) {
+    const uint32_t slack_log = level_spec(level).shift_slack_log;
+    uint64_t best = ~uint64_t{0} >> 1, chosen = best;
+    for (uint32_t s = first; s <= middle + 2 && s < unit_bits; ++s) {
         const uint64_t cost = shift_cost(differences, n, s);
-        if (cost >= best) continue;
-        best = cost;
+        if (cost >= best + (best >> slack_log)) continue;
+        best = std::min(best, cost);
+        chosen = cost;
         shift = static_cast<uint8_t>(s);
     }
-    return best;
+    return chosen;
 }
 
 // Collects some of the differences, class after class. `starts` receives the places where each
@@ -218,7 +222,7 @@ inline void sort_sample(const DeltaRule& rule, DeltaSample& sample, std::size_t*
 
 // Chooses the rule for a sample. Returns the estimated bytes of a stream for `n` units.
 inline std::size_t choose_delta_rule(DeltaSample& sample, std::size_t n, uint32_t unit_bits,
-                                     DeltaRule& rule) {
+                                     Level level, DeltaRule& rule) {
     constexpr uint64_t kClassBits = 8 * 40;  // a model, and a round that is not full
     DeltaGroups groups;
     groups.n_bins = unit_bits + 1;
@@ -229,7 +233,7 @@ inline std::size_t choose_delta_rule(DeltaSample& sample, std::size_t n, uint32_
     uint64_t cost = 0;
     for (uint32_t c = 0; c < rule.n_classes; ++c)
         cost += choose_shift(sample.by_class + starts[c], starts[c + 1] - starts[c], unit_bits,
-                             rule.shifts[c]);
+                             level, rule.shifts[c]);
     return kDeltaModelsOffset + rule.n_classes * kClassBits / 8 +
            (std::size_t{4} << choose_lanes_log(n)) +
            scale_cost(cost, static_cast<uint32_t>(starts[kMaxDeltaClasses]), n);
@@ -536,12 +540,12 @@ class DeltaChunkEncoder {
 // Estimates the bytes of a delta stream of `n` >= 1 units from a sample. `rule` receives the rule
 // for encoding it.
 inline std::size_t estimate_delta(const uint8_t* src, const uint8_t* base, std::size_t n,
-                                  uint32_t unit_nbytes, bool is_float, DeltaSample& sample,
-                                  DeltaRule& rule) {
+                                  uint32_t unit_nbytes, bool is_float, Level level,
+                                  DeltaSample& sample, DeltaRule& rule) {
     with_units(unit_nbytes, is_float, [&]<class Unit, bool kFloat>() {
         take_delta_sample<Unit, kFloat>(src, base, n, sample);
     });
-    return choose_delta_rule(sample, n, 8 * unit_nbytes, rule);
+    return choose_delta_rule(sample, n, 8 * unit_nbytes, level, rule);
 }
 
 // Reads the base's units for a chunk, and casts them.
@@ -568,7 +572,7 @@ inline bool encode_delta(const uint8_t* src, const uint8_t* base, std::size_t n,
     if (std::memcmp(src, base, n * unit_nbytes) == 0) return true;
     DeltaRule rule;
     const std::size_t estimate =
-        estimate_delta(src, base, n, unit_nbytes, is_float, *scratch.sample, rule);
+        estimate_delta(src, base, n, unit_nbytes, is_float, level, *scratch.sample, rule);
     if (estimate + estimate / 64 >= plain_nbytes) return false;
     nbytes = with_units(unit_nbytes, is_float, [&]<class Unit, bool kFloat>() {
         return DeltaChunkEncoder<Unit, kFloat>(scratch, rule, n, isa)

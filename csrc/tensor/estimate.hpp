@@ -160,7 +160,7 @@ constexpr std::size_t kFewDiffer = 16;
 // chunks.
 inline std::size_t estimate_delta_section(const uint8_t* src, const Geometry& geometry,
                                           const Base& base, std::size_t first, std::size_t n,
-                                          DeltaSample& sample, Isa isa) {
+                                          Level level, DeltaSample& sample, Isa isa) {
     const uint32_t unit = geometry.spec.unit_nbytes;
     const std::size_t run = std::min(n, kDeltaSampleRun);
     const std::size_t n_runs =
@@ -181,7 +181,8 @@ inline std::size_t estimate_delta_section(const uint8_t* src, const Geometry& ge
     });
     DeltaRule rule;
     const std::size_t chunk_units = std::min(n, geometry.chunk_units);
-    return scale_bytes(choose_delta_rule(sample, chunk_units, 8 * unit, rule), n, chunk_units);
+    const std::size_t nbytes = choose_delta_rule(sample, chunk_units, 8 * unit, level, rule);
+    return scale_bytes(nbytes, n, chunk_units);
 }
 
 // Estimates the bytes of a tensor of at least one unit if each chunk may be differences from a
@@ -196,7 +197,7 @@ inline std::size_t estimate_delta_tensor(const uint8_t* src, const Geometry& geo
     for (std::size_t s = 0; s < n_sections; ++s) {
         const std::size_t first = s * geometry.n_units / n_sections;
         const std::size_t n = (s + 1) * geometry.n_units / n_sections - first;
-        sum += std::min(estimate_delta_section(src, geometry, base, first, n, *sample, isa),
+        sum += std::min(estimate_delta_section(src, geometry, base, first, n, level, *sample, isa),
                         scale_bytes(plain_nbytes, n, geometry.n_units));
         n_seen += sample->n;
         n_equal += static_cast<std::size_t>(
