@@ -11,10 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
-from packhorse.disk.shelf.chunks import Array, Cache, Packed, Stored, Unpacker, stored
+from packhorse.disk.shelf.arrays import Array
+from packhorse.disk.shelf.cache import Cache, Stored, stored
 from packhorse.disk.shelf.commits import Commit
 from packhorse.disk.shelf.committed import Settings
 from packhorse.disk.shelf.engine import Txn
+from packhorse.disk.shelf.packing import Packed
 from packhorse.disk.shelf.records import (
     CHUNK_KEY,
     NO_CHUNK,
@@ -26,6 +28,7 @@ from packhorse.disk.shelf.records import (
 )
 from packhorse.disk.shelf.slots import Slot
 from packhorse.disk.shelf.store import Folder
+from packhorse.disk.shelf.unpacking import Unpacker
 from packhorse.disk.shelf.versions import State
 
 __all__ = ["NewChunks", "delete_unused_chunks"]
