@@ -9,7 +9,7 @@ import pytest
 
 from packhorse.disk import Shelf, ShelfTensor
 from packhorse.disk.shelf import patches
-from packhorse.disk.shelf.chunks import Planner
+from packhorse.disk.shelf.packing import Planner
 from packhorse.disk.shelf.records import TensorRecord
 from packhorse.disk.shelf.versions import State
 from packhorse.layout import Level

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from packhorse.disk.shelf.arrays import Array, dtype_of
 from packhorse.disk.shelf.changes import Changes
-from packhorse.disk.shelf.chunks import Array, dtype_of
 from packhorse.disk.shelf.committed import StateChunks
 from packhorse.disk.shelf.records import TensorRecord
 from packhorse.disk.shelf.rows import Chunks, read_rows

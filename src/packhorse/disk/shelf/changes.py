@@ -15,20 +15,13 @@ from typing import TypeAlias
 
 import numpy as np
 
-from packhorse.disk.shelf.chunks import (
-    SHORT_NBYTES,
-    Array,
-    Packed,
-    Stored,
-    clear,
-    dtype_of,
-    pack_chunk,
-    stored,
-)
+from packhorse.disk.shelf.arrays import Array, clear, dtype_of
+from packhorse.disk.shelf.cache import Stored, stored
 from packhorse.disk.shelf.commits import Commit
 from packhorse.disk.shelf.committed import Committed, Settings, StateChunks
 from packhorse.disk.shelf.engine import Txn
 from packhorse.disk.shelf.new_chunks import NewChunks
+from packhorse.disk.shelf.packing import SHORT_NBYTES, Packed, pack_chunk
 from packhorse.disk.shelf.patches import begin_patches, most_rows
 from packhorse.disk.shelf.records import (
     HEAD_KEY,

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from packhorse.disk.shelf.chunks import Array, Cache, Planner, RowTable, Stored, Unpacker
+from packhorse.disk.shelf.arrays import Array
+from packhorse.disk.shelf.cache import Cache, RowTable, Stored
+from packhorse.disk.shelf.packing import Planner
 from packhorse.disk.shelf.records import TensorRecord
 from packhorse.disk.shelf.store import Folder
+from packhorse.disk.shelf.unpacking import Unpacker
 from packhorse.disk.shelf.versions import Known, State
 from packhorse.layout import Level
 

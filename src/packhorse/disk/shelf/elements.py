@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
+from packhorse.disk.shelf.arrays import Array, dtype_of
 from packhorse.disk.shelf.changes import Changes
-from packhorse.disk.shelf.chunks import Array, dtype_of
 from packhorse.disk.shelf.indexing import Selection, select
 from packhorse.disk.shelf.records import TensorRecord
 from packhorse.disk.shelf.rows import Chunks, RowIds, changes_of, read_rows

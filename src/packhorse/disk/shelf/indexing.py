@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from packhorse.disk.shelf.chunks import Array
+from packhorse.disk.shelf.arrays import Array
 from packhorse.disk.shelf.rows import RowIds
 from packhorse.disk.slices import cut_index
 

@@ -11,10 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
-from packhorse.disk.shelf.chunks import Array, Cache, Packed, Stored, Unpacker, stored
+from packhorse.disk.shelf.arrays import Array
+from packhorse.disk.shelf.cache import Cache, Stored, stored
 from packhorse.disk.shelf.commits import Commit
 from packhorse.disk.shelf.committed import Settings
 from packhorse.disk.shelf.engine import Txn
+from packhorse.disk.shelf.packing import Packed
 from packhorse.disk.shelf.records import (
     CHUNK_KEY,
     NO_CHUNK,
@@ -26,6 +28,7 @@ from packhorse.disk.shelf.records import (
 )
 from packhorse.disk.shelf.slots import Slot
 from packhorse.disk.shelf.store import Folder
+from packhorse.disk.shelf.unpacking import Unpacker
 from packhorse.disk.shelf.versions import State
 
 __all__ = ["NewChunks", "delete_unused_chunks"]
@@ -71,6 +74,7 @@ class NewChunks:
         self._more_uses: Counter[int] = Counter()  # of committed chunks
         self._nbytes = self._kept_nbytes = 0
         self._has_spilled = False
+        settings.planner.memory.begin(settings.cache.max_nbytes)
 
     # Adding.
 
@@ -92,7 +96,7 @@ class NewChunks:
         base, base_nbytes = (slot.base, slot.base_nbytes) if places else (base, 0)
         if base:
             self._use(base)
-        record = ChunkRecord(base, places, packed.frame)
+        record = ChunkRecord(base, places, packed.frame, packed.memory)
         nbytes, kept = len(packed.frame), self._kept(slot, rows)
         new = _NewChunk(record, nbytes, packed.content_hash, base, base_nbytes, 1, kept)
         self._new[number] = new
@@ -127,6 +131,7 @@ class NewChunks:
                 return
             del self._new[number]
             self._nbytes -= new.nbytes if new.record is not None else 0
+            self._forget(new)
             number = new.base
 
     # Reading.
@@ -205,7 +210,8 @@ class NewChunks:
         self._has_spilled = True
         self._folder.write(work)
         for _, new in spilled:
-            new.record, new.kept = None, None
+            self._forget(new)
+            new.kept = None
         self._nbytes = 0
 
     def write(self, commit: Commit, txn: Txn) -> int:
@@ -225,10 +231,17 @@ class NewChunks:
                 commit.set_uses(number, new.n_uses)
         return self._next
 
+    def _forget(self, new: _NewChunk) -> None:
+        """Forget the frame of a chunk, which is in the file or which nothing needs any longer."""
+        record, new.record = new.record, None  # first, so that no memory is given back twice
+        if record is not None and record.memory is not None:
+            self._settings.planner.memory.give(record.memory, was_held=True)
+
     def fill_cache(self) -> None:
         """Put the elements that were kept into the cache, once the chunks are committed."""
         cache = self._settings.cache
         for number, new in self._new.items():
+            self._forget(new)
             if new.kept is None:
                 continue
             if new.base_nbytes:

@@ -6,9 +6,10 @@ rows, because a patch needs a chunk that needs no other.
 
 from __future__ import annotations
 
-from packhorse.disk.shelf.chunks import Cache, patch_rows
+from packhorse.disk.shelf.cache import Cache
 from packhorse.disk.shelf.records import Pointer, TensorRecord
 from packhorse.disk.shelf.slots import Slot
+from packhorse.disk.shelf.unpacking import patch_rows
 from packhorse.disk.shelf.versions import State
 from packhorse.errors import CompatibilityError, CorruptionError, blaming
 from packhorse.layout import DTYPE_BY_NAME

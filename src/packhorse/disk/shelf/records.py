@@ -26,6 +26,7 @@ from packhorse.storage.strict_json import check_text, shortened
 
 __all__ = [
     "BASES",
+    "CHUNK_HEAD_NBYTES",
     "CHUNK_KEY",
     "EPOCH",
     "HEAD_KEY",
@@ -71,6 +72,7 @@ POINTER_KEY = struct.Struct(">QQI")  # tensor, chunk of the tensor, epoch
 _POINTER = struct.Struct("<QI4sI")  # chunk, bytes of its frame, start of its content hash, CRC
 CHUNK_KEY = struct.Struct(">Q")
 _CHUNK = struct.Struct("<QII")  # the chunk that it needs, rows of a patch, CRC; then the places
+CHUNK_HEAD_NBYTES = _CHUNK.size  # what is in front of the frame of a chunk that is no patch
 _BEFORE = struct.Struct("<QQI")  # what that CRC covers: the number of the chunk, and these two
 _USES = struct.Struct("<QI")  # uses, CRC
 EPOCH = struct.Struct(">I")
@@ -210,18 +212,24 @@ class ChunkRecord(NamedTuple):
         places: None if the frame has all rows of the chunk, perhaps as a delta against the base.
             Otherwise it is a *patch*: the frame has some rows, which take these places in the base.
         frame: the bytes of the frame, or a view of them.
+        memory: begins with room for `CHUNK_HEAD_NBYTES` bytes and goes on with the frame; None if
+            there is no such room.
     """
 
     base: int
     places: tuple[int, ...] | None
     frame: Any
+    memory: Any = None
 
 
-def chunk_value(number: int, record: ChunkRecord) -> bytes:
-    """The record of a stored chunk."""
+def chunk_value(number: int, record: ChunkRecord) -> Any:
+    """The record of a stored chunk, as bytes or a buffer; made in `record.memory` if that fits."""
     places = record.places or ()
     packed = struct.pack(f"<{len(places)}I", *places)
     crc = _core.crc32c(_BEFORE.pack(number, record.base, len(places)) + packed)
+    if record.memory is not None and not places:  # the frame is not copied
+        _CHUNK.pack_into(record.memory, 0, record.base, 0, crc)
+        return record.memory[: CHUNK_HEAD_NBYTES + len(record.frame)]
     return b"".join((_CHUNK.pack(record.base, len(places), crc), packed, record.frame))
 
 

@@ -12,7 +12,8 @@ from typing import NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from packhorse import _core
-from packhorse.disk.shelf.chunks import Array, RowTable, Stored, clear
+from packhorse.disk.shelf.arrays import Array, clear
+from packhorse.disk.shelf.cache import RowTable, Stored
 from packhorse.disk.shelf.grid import Grid
 from packhorse.disk.shelf.records import TensorRecord
 

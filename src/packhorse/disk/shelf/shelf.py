@@ -17,8 +17,9 @@ from typing import Any, Self
 import numpy as np
 
 from packhorse.arguments import resolve_level, resolve_threads
+from packhorse.disk.shelf.arrays import dtype_of
+from packhorse.disk.shelf.cache import Cache
 from packhorse.disk.shelf.changes import Changes
-from packhorse.disk.shelf.chunks import Cache, dtype_of
 from packhorse.disk.shelf.commits import Commit
 from packhorse.disk.shelf.committed import Settings, StateChunks
 from packhorse.disk.shelf.engine import Txn

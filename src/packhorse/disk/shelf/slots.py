@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from packhorse.disk.shelf.chunks import Array
+from packhorse.disk.shelf.arrays import Array
 
 __all__ = ["Slot", "content_of", "nbytes_of"]
 

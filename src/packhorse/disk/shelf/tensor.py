@@ -13,9 +13,10 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from packhorse.arguments import resolve_threads
+from packhorse.disk.shelf.arrays import Array, dtype_of
 from packhorse.disk.shelf.blocks import read_blocks
+from packhorse.disk.shelf.cache import Cache
 from packhorse.disk.shelf.changes import Changes
-from packhorse.disk.shelf.chunks import Array, Cache, dtype_of
 from packhorse.disk.shelf.committed import Settings
 from packhorse.disk.shelf.elements import (
     blocks_of,

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeAlias
 
-from packhorse.disk.shelf.chunks import Cache, Unpacker, dtype_of
+from packhorse.disk.shelf.arrays import dtype_of
+from packhorse.disk.shelf.cache import Cache
 from packhorse.disk.shelf.records import (
     Pointer,
     StateRecord,
@@ -29,6 +30,7 @@ from packhorse.disk.shelf.results import (
 )
 from packhorse.disk.shelf.session import Session
 from packhorse.disk.shelf.store import compact_file
+from packhorse.disk.shelf.unpacking import Unpacker
 from packhorse.disk.shelf.versions import State
 from packhorse.errors import CompatibilityError, CorruptionError, blaming
 

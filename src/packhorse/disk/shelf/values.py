@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.ma import MaskedArray
 
-from packhorse.disk.shelf.chunks import Array, dtype_of
+from packhorse.disk.shelf.arrays import Array, dtype_of
 from packhorse.framework import Framework, framework_of, resolve_framework, to_array
 from packhorse.layout import DTYPE_BY_NAME
 
