@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.shelf.contenders import summary
 from benchmarks.common.files import nbytes_on_disk
+from benchmarks.shelf.contenders import summary
 from benchmarks.shelf.iterates import WIDTH, Training
 
 __all__ = ["measure_training"]
