@@ -23,7 +23,7 @@ from packhorse.layout import DTYPE_BY_NAME, Level
 
 __all__ = ["SHORT_NBYTES", "FrameMemory", "Packed", "Planner", "pack_chunk"]
 
-Shape: TypeAlias = tuple[int, ...]
+_Shape: TypeAlias = tuple[int, ...]
 _USES_OF_PLAN, _SHORT_USES = 31, 127  # the second for short chunks, which take a trial of Zstandard
 _LONGER, _BETTER = 1.2, 1.1
 _MAX_PLANS = 1024
@@ -134,7 +134,7 @@ class Planner:
         self.memory = FrameMemory()
 
     def pack(
-        self, record: TensorRecord, data: ByteArray, shape: Shape, level: Level, threads: int = 1
+        self, record: TensorRecord, data: ByteArray, shape: _Shape, level: Level, threads: int = 1
     ) -> Packed:
         """Pack a chunk.
 
@@ -180,7 +180,7 @@ class Planner:
         self,
         record: TensorRecord,
         data: ByteArray,
-        shape: Shape,
+        shape: _Shape,
         level: Level,
         threads: int,
         base: Stored,
@@ -192,7 +192,7 @@ class Planner:
         self,
         record: TensorRecord,
         data: ByteArray,
-        shape: Shape,
+        shape: _Shape,
         level: Level,
         threads: int,
         plan: Plan | None,
@@ -244,7 +244,7 @@ def pack_chunk(
         The frame; without a base if the base does not help.
     """
     bits, n_rows = DTYPE_BY_NAME[record.dtype].bits, _n_rows(record, chunk.size)
-    shape: Shape = (n_rows, chunk.size // n_rows)
+    shape: _Shape = (n_rows, chunk.size // n_rows)
     if chunk.size * bits % 8:
         chunk = np.concatenate([chunk, np.zeros(-chunk.size % 8, chunk.dtype)])
         shape = (chunk.size,)
