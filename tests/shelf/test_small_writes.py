@@ -147,3 +147,22 @@ def test_a_plan_stays_if_one_chunk_is_harder() -> None:
     after = [pack(0.1) for _ in range(3)]
     assert max(easy) * 2 < min(hard)
     assert max(after) < min(easy) * 1.2
+
+
+@pytest.mark.parametrize("numel", [1000, 100_000])
+def test_a_number_that_was_not_committed_goes_to_a_tensor_of_another_dtype(
+    shelf: Shelf, numel: int
+) -> None:
+    """Its chunks have as many bytes, so how the first ones were packed would seem to fit."""
+    for _ in range(3):
+        with pytest.raises(InterruptedError), shelf.transaction():
+            shelf["a"] = np.arange(2 * numel, dtype=np.int16)
+            raise InterruptedError
+    for name, shape in (("b", (numel,)), ("c", (numel // 10, 10))):
+        array = np.arange(numel, dtype=np.float32).reshape(shape)
+        with pytest.raises(InterruptedError), shelf.transaction():
+            shelf[name] = array.T
+            raise InterruptedError
+        shelf[name] = array
+        assert np.array_equal(shelf[name], array)
+    assert shelf.verify() == []

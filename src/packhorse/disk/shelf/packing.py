@@ -130,7 +130,7 @@ class Planner:
 
     def __init__(self) -> None:
         """Knows no plans."""
-        self._patterns: OrderedDict[tuple[int, int], _Pattern] = OrderedDict()
+        self._patterns: OrderedDict[tuple[int, str, _Shape], _Pattern] = OrderedDict()
         self.memory = FrameMemory()
 
     def pack(
@@ -148,7 +148,9 @@ class Planner:
         Returns:
             The frame.
         """
-        key = record.id, data.size
+        # Also the dtype and the shape, which a template writes: if a transaction is not committed,
+        # the number of its new tensor goes to another one.
+        key = record.id, record.dtype, shape
         pattern = self._patterns.get(key)
         packed = None
         if pattern is not None and pattern.n_left > 0:
