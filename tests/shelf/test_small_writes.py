@@ -154,15 +154,19 @@ def test_a_number_that_was_not_committed_goes_to_a_tensor_of_another_dtype(
     shelf: Shelf, numel: int
 ) -> None:
     """Its chunks have as many bytes, so how the first ones were packed would seem to fit."""
-    for _ in range(3):
-        with pytest.raises(InterruptedError), shelf.transaction():
-            shelf["a"] = np.arange(2 * numel, dtype=np.int16)
+
+    def abandon(name: str, array: np.ndarray) -> None:
+        with shelf.transaction():
+            shelf[name] = array
             raise InterruptedError
+
+    for _ in range(3):
+        with pytest.raises(InterruptedError):
+            abandon("a", np.arange(2 * numel, dtype=np.int16))
     for name, shape in (("b", (numel,)), ("c", (numel // 10, 10))):
         array = np.arange(numel, dtype=np.float32).reshape(shape)
-        with pytest.raises(InterruptedError), shelf.transaction():
-            shelf[name] = array.T
-            raise InterruptedError
+        with pytest.raises(InterruptedError):
+            abandon(name, array.T)
         shelf[name] = array
         assert np.array_equal(shelf[name], array)
     assert shelf.verify() == []
