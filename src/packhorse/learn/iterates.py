@@ -7,7 +7,7 @@
     NAME/counts               int64: all iterates, the last step, the iterates in mean and squares
 
 All of it changes in one transaction. Mean and squares take four times the bytes of a row, so they
-are written with every 64th row, and when the caller asks. The rows since then are added to them
+are written with every 256th row, and at the end. The rows since then are added to them
 when they are read. That gives the same bits, because they are added in the same order.
 
 If only the last K iterates are kept, the rows are a ring. A row that others build on cannot be
@@ -36,7 +36,7 @@ __all__ = ["Iterates", "Layout", "difference"]
 Layout: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 
 _VERSION = 1
-_MOMENTS_EVERY = 64  # rows
+_MOMENTS_EVERY = 256  # rows; to read and add as many takes one or two seconds at 11 MB a row
 _RING_MOMENTS_EVERY = 16  # rows; a ring has as many rows at least
 _KEYFRAME_EVERY = 16  # rows
 _RING_KEYFRAME_EVERY = 4  # rows; so many may be kept needlessly

@@ -207,10 +207,10 @@ class SWAG:
         """
         self._check_usable()
         self._queue.flush()
-        self._iterates.settle()
 
     def close(self) -> None:
-        """Write all iterates that wait. The shelf stays open, and samples can still be drawn.
+        """Write all iterates that wait, and their mean and variance. The shelf stays open, and
+        samples can still be drawn.
 
         Raises:
             Exception: an iterate could not be written; those that wait are lost.
@@ -219,6 +219,7 @@ class SWAG:
             return
         try:
             self.flush()
+            self._iterates.settle()
         finally:
             self._queue.drop()
             self._is_closed = True
