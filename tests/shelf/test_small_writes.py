@@ -3,15 +3,18 @@
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import packhorse.frame.frame as frame_module
 from packhorse.disk import Shelf, ShelfTensor
 from packhorse.disk.shelf import patches
 from packhorse.disk.shelf.packing import Planner
 from packhorse.disk.shelf.records import TensorRecord
 from packhorse.disk.shelf.versions import State
+from packhorse.frame.base import plan_delta
 from packhorse.layout import Level
 
 WIDTH, PER_CHUNK, N_ROWS = 64, 256, 2000
@@ -169,4 +172,27 @@ def test_a_number_that_was_not_committed_goes_to_a_tensor_of_another_dtype(
             abandon(name, array.T)
         shelf[name] = array
         assert np.array_equal(shelf[name], array)
+    assert shelf.verify() == []
+
+
+def test_the_plan_of_deltas_is_used_again(monkeypatch: pytest.MonkeyPatch, shelf: Shelf) -> None:
+    """Also after rows that are far from their keyframe, which are planned anew."""
+    plans: list[int] = []
+
+    def counted(source: Any, level: Level, base: Any) -> Any:
+        plans.append(source.data.size)
+        return plan_delta(source, level, base)
+
+    monkeypatch.setattr(frame_module, "plan_delta", counted)
+    rng = np.random.default_rng(0)
+    x = shelf.create("x", (0, 300_000), "float32", base="previous", keyframe_every=12)
+    rows = [rng.standard_normal(300_000).astype(np.float32)]
+    for step in (1e-6, 1e-6, 1e-6, 1e-6, 1e-2, 1e-6, 1e-6, 1e-6, 1e-6, 1e-6, 1e-6):
+        rows.append(rows[0] + np.float32(step) * rng.standard_normal(300_000).astype(np.float32))
+    for row in rows:
+        x.append(row[None])
+    assert x.chunks[0] == 1
+    assert 2 <= len(plans) <= 10  # of 33 chunks
+    assert np.array_equal(x, rows)
+    assert x.ratio > 1.8
     assert shelf.verify() == []

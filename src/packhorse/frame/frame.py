@@ -92,7 +92,8 @@ def compress_buffer(
             The frame then names the base by that hash without reading all of it once more.
         like: the plan of another frame, whose tensor had the same dtype, size and level and like
             values. It is used again, which saves the time for a plan, if it can be: it must have no
-            base and no side data. A plan that does not suit the values makes a longer frame.
+            side data, and a base if one is given. A plan that does not suit the values makes
+            a longer frame.
 
     Returns:
         The frame.
@@ -115,11 +116,12 @@ def compress_buffer(
     base_units: Base | None = None
     base_row: DType | None = None
     if base is None:
-        plan = like if like is not None and _suits(like, source, level) else None
-        plan = plan or choose_plan(source, resolve_level(level))
+        plan = _again(like, source, level) or choose_plan(source, resolve_level(level))
     else:
         base_units, base_row = checked_base(base, base_dtype, source)
-        plan = plan_delta(source, resolve_level(level), base_units)
+        plan = _again(like, source, level, has_base=True) or plan_delta(
+            source, resolve_level(level), base_units
+        )
         if not plan.plain_nbytes:
             base_units = base_row = None
     capacity = capacity_of(row, shape, natural)
@@ -163,16 +165,20 @@ def compress_buffer(
     return Frame(memory[: header.frame_nbytes], header, name, 0, plan)
 
 
-def _suits(plan: Plan, source: Source, level: Level | str) -> bool:
-    """Whether a tensor can be packed by the plan of another one."""
-    return (
-        plan.nbytes == source.data.size > 0
+def _again(
+    plan: Plan | None, source: Source, level: Level | str, *, has_base: bool = False
+) -> Plan | None:
+    """The plan of another tensor, if a tensor can be packed by it."""
+    suits = (
+        plan is not None
+        and plan.nbytes == source.data.size > 0
         and plan.level == resolve_level(level)
         and plan.geometry.unit_nbytes == source.geometry.unit_nbytes
         and (plan.zstd or plan.split in source.dtype.splits)
-        and not plan.plain_nbytes
+        and bool(plan.plain_nbytes) == has_base
         and not plan.side.saving
     )
+    return plan if suits else None
 
 
 class Frame:

@@ -26,6 +26,7 @@ __all__ = ["SHORT_NBYTES", "FrameMemory", "Packed", "Planner", "pack_chunk"]
 _Shape: TypeAlias = tuple[int, ...]
 _USES_OF_PLAN, _SHORT_USES = 31, 127  # the second for short chunks, which take a trial of Zstandard
 _LONGER, _BETTER = 1.2, 1.1
+_LONGER_DELTA = 1.5  # deltas become longer from row to row, and their plan says little about them
 _MAX_PLANS = 1024
 _MAX_HELD_NBYTES = 1 << 24  # of memory with frames, and of free memory for frames
 SHORT_NBYTES = 1 << 16  # of a chunk for which the fixed cost of a call counts
@@ -130,7 +131,7 @@ class Planner:
 
     def __init__(self) -> None:
         """Knows no plans."""
-        self._patterns: OrderedDict[tuple[int, str, _Shape], _Pattern] = OrderedDict()
+        self._patterns: OrderedDict[tuple[int, str, _Shape, bool], _Pattern] = OrderedDict()
         self.memory = FrameMemory()
 
     def pack(
@@ -150,7 +151,7 @@ class Planner:
         """
         # Also the dtype and the shape, which a template writes: if a transaction is not committed,
         # the number of its new tensor goes to another one.
-        key = record.id, record.dtype, shape
+        key = record.id, record.dtype, shape, False
         pattern = self._patterns.get(key)
         packed = None
         if pattern is not None and pattern.n_left > 0:
@@ -168,12 +169,19 @@ class Planner:
         elif frame.plan is not None:
             template = Template.of(frame) if data.size < SHORT_NBYTES else None
             n_uses = _SHORT_USES if template is not None and frame.plan.zstd else _USES_OF_PLAN
-            self._patterns[key] = _Pattern(frame.plan, nbytes, n_uses, template)
-            while len(self._patterns) > _MAX_PLANS:
-                self._patterns.popitem(last=False)
+            self._note(key, _Pattern(frame.plan, nbytes, n_uses, template))
+        return self._shorter(packed, fresh)
+
+    def _note(self, key: tuple[int, str, _Shape, bool], pattern: _Pattern) -> None:
+        self._patterns[key] = pattern
+        while len(self._patterns) > _MAX_PLANS:
+            self._patterns.popitem(last=False)
+
+    def _shorter(self, packed: Packed | None, fresh: Packed) -> Packed:
+        """The shorter one of two packed forms of a chunk."""
         if packed is None:
             return fresh
-        kept, other = (packed, fresh) if len(packed.frame) <= nbytes else (fresh, packed)
+        kept, other = (packed, fresh) if len(packed.frame) <= len(fresh.frame) else (fresh, packed)
         if other.memory is not None:
             self.memory.give(other.memory, was_held=True)
         return kept
@@ -188,7 +196,18 @@ class Planner:
         base: Stored,
     ) -> Packed:
         """As `pack`, but against a base, of as many elements."""
-        return self._compress(record, data, shape, level, threads, None, base)[0]
+        key = record.id, record.dtype, shape, True
+        pattern = self._patterns.get(key)
+        packed = None
+        if pattern is not None and pattern.n_left > 0:
+            packed, _ = self._compress(record, data, shape, level, threads, pattern.plan, base)
+            if len(packed.frame) <= pattern.nbytes * _LONGER_DELTA:
+                pattern.n_left -= 1
+                return packed
+        fresh, frame = self._compress(record, data, shape, level, threads, None, base)
+        if frame.plan is not None and fresh.has_base:
+            self._note(key, _Pattern(frame.plan, len(fresh.frame), _USES_OF_PLAN, None))
+        return self._shorter(packed, fresh)
 
     def _compress(
         self,
