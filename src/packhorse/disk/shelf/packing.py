@@ -135,7 +135,13 @@ class Planner:
         self.memory = FrameMemory()
 
     def pack(
-        self, record: TensorRecord, data: ByteArray, shape: _Shape, level: Level, threads: int = 1
+        self,
+        record: TensorRecord,
+        data: ByteArray,
+        shape: _Shape,
+        level: Level,
+        threads: int = 1,
+        base: Stored | None = None,
     ) -> Packed:
         """Pack a chunk.
 
@@ -145,69 +151,40 @@ class Planner:
             shape: of the chunk.
             level: how hard to try.
             threads: how many to use.
+            base: the chunk to code it against, of as many elements; None for none.
 
         Returns:
-            The frame.
+            The frame; without a base if the base does not help.
         """
         # Also the dtype and the shape, which a template writes: if a transaction is not committed,
         # the number of its new tensor goes to another one.
-        key = record.id, record.dtype, shape, False
+        key = record.id, record.dtype, shape, base is not None
         pattern = self._patterns.get(key)
         packed = None
         if pattern is not None and pattern.n_left > 0:
             if pattern.template is not None:
                 packed = Packed(*pattern.template.pack(data), False)
             else:
-                packed, _ = self._compress(record, data, shape, level, threads, pattern.plan)
-            if len(packed.frame) <= pattern.nbytes * _LONGER:
-                pattern.n_left -= 1
-                return packed
-        fresh, frame = self._compress(record, data, shape, level, threads, None)
-        nbytes = len(fresh.frame)
-        if pattern is not None and packed and len(packed.frame) <= nbytes * _BETTER:
-            pattern.nbytes = len(packed.frame)
-        elif frame.plan is not None:
-            template = Template.of(frame) if data.size < SHORT_NBYTES else None
-            n_uses = _SHORT_USES if template is not None and frame.plan.zstd else _USES_OF_PLAN
-            self._note(key, _Pattern(frame.plan, nbytes, n_uses, template))
-        return self._shorter(packed, fresh)
-
-    def _note(self, key: tuple[int, str, _Shape, bool], pattern: _Pattern) -> None:
-        self._patterns[key] = pattern
-        while len(self._patterns) > _MAX_PLANS:
-            self._patterns.popitem(last=False)
-
-    def _shorter(self, packed: Packed | None, fresh: Packed) -> Packed:
-        """The shorter one of two packed forms of a chunk."""
-        if packed is None:
-            return fresh
-        kept, other = (packed, fresh) if len(packed.frame) <= len(fresh.frame) else (fresh, packed)
-        if other.memory is not None:
-            self.memory.give(other.memory, was_held=True)
-        return kept
-
-    def pack_delta(
-        self,
-        record: TensorRecord,
-        data: ByteArray,
-        shape: _Shape,
-        level: Level,
-        threads: int,
-        base: Stored,
-    ) -> Packed:
-        """As `pack`, but against a base, of as many elements."""
-        key = record.id, record.dtype, shape, True
-        pattern = self._patterns.get(key)
-        packed = None
-        if pattern is not None and pattern.n_left > 0:
-            packed, _ = self._compress(record, data, shape, level, threads, pattern.plan, base)
-            if len(packed.frame) <= pattern.nbytes * _LONGER_DELTA:
+                packed, _ = self._compress(record, data, shape, level, threads, pattern.plan, base)
+            if len(packed.frame) <= pattern.nbytes * (_LONGER if base is None else _LONGER_DELTA):
                 pattern.n_left -= 1
                 return packed
         fresh, frame = self._compress(record, data, shape, level, threads, None, base)
-        if frame.plan is not None and fresh.has_base:
-            self._note(key, _Pattern(frame.plan, len(fresh.frame), _USES_OF_PLAN, None))
-        return self._shorter(packed, fresh)
+        nbytes = len(fresh.frame)
+        if pattern is not None and packed and len(packed.frame) <= nbytes * _BETTER:
+            pattern.nbytes = len(packed.frame)
+        elif frame.plan is not None and fresh.has_base == (base is not None):
+            template = Template.of(frame) if data.size < SHORT_NBYTES else None
+            n_uses = _SHORT_USES if template is not None and frame.plan.zstd else _USES_OF_PLAN
+            self._patterns[key] = _Pattern(frame.plan, nbytes, n_uses, template)
+            while len(self._patterns) > _MAX_PLANS:
+                self._patterns.popitem(last=False)
+        if packed is None:
+            return fresh
+        kept, other = (packed, fresh) if len(packed.frame) <= nbytes else (fresh, packed)
+        if other.memory is not None:
+            self.memory.give(other.memory, was_held=True)
+        return kept
 
     def _compress(
         self,
@@ -217,7 +194,7 @@ class Planner:
         level: Level,
         threads: int,
         plan: Plan | None,
-        base: Stored | None = None,
+        base: Stored | None,
     ) -> tuple[Packed, Frame]:
         """Pack a chunk, by a plan or against a base if they are given.
 
@@ -270,9 +247,8 @@ def pack_chunk(
         chunk = np.concatenate([chunk, np.zeros(-chunk.size % 8, chunk.dtype)])
         shape = (chunk.size,)
     data = chunk.view(np.uint8) if bits >= 8 else bytes_of(chunk)
-    if base is None or base.data.size != chunk.size:
-        return planner.pack(record, data, shape, level, threads)
-    return planner.pack_delta(record, data, shape, level, threads, base)
+    fitting = base if base is not None and base.data.size == chunk.size else None
+    return planner.pack(record, data, shape, level, threads, fitting)
 
 
 def _n_rows(record: TensorRecord, numel: int) -> int:
