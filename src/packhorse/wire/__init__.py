@@ -11,11 +11,22 @@ from packhorse.errors import MissingBackendError
 from packhorse.late_import import import_late
 
 if TYPE_CHECKING:
+    from packhorse.wire.collectives import Collectives
     from packhorse.wire.exchange import ByteExchange
+    from packhorse.wire.pending import Pending
+    from packhorse.wire.selector import Arm, Key, Rates, Row
 
-__all__ = ["ByteExchange"]
+__all__ = ["Arm", "ByteExchange", "Collectives", "Key", "Pending", "Rates", "Row"]
 
-_MODULES = {"ByteExchange": "exchange"}
+_MODULES = {
+    "Arm": "selector",
+    "ByteExchange": "exchange",
+    "Collectives": "collectives",
+    "Key": "selector",
+    "Pending": "pending",
+    "Rates": "selector",
+    "Row": "selector",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,7 @@ further operation with the same error.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -146,6 +146,20 @@ class Peers:
             failure = self._board.post(failure)
         self._failure = failure
         return failure
+
+    def begin(self, collective: Callable[..., dist.Work], *args: object) -> dist.Work:
+        """Begins a collective of PyTorch.
+
+        Args:
+            collective: takes the group, its time-out, and `args`.
+
+        Returns:
+            What to pass to `wait`.
+        """
+        try:
+            return collective(self.group, self.timeout + _MARGIN, *args)
+        except RuntimeError as error:
+            raise self._diagnosis(error) from error
 
     def all_to_all(
         self,
