@@ -1,4 +1,4 @@
-"""Jobs of ranks that exchange embeddings, and what PyTorch makes of the same batches on one rank."""
+"""Jobs of ranks that exchange embeddings, and what PyTorch makes of the same batches alone."""
 
 from __future__ import annotations
 

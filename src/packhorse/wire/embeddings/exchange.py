@@ -13,23 +13,27 @@ All ranks must call in the same order, and all must run the backward pass, or no
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from packhorse.wire.backend import dist, torch
 from packhorse.wire.embeddings.requests import Wanted, pack_request, unpack_request
 from packhorse.wire.embeddings.routes import Bags, Choice, Layout, Route, route
 from packhorse.wire.embeddings.rows import Piece, RawRows, RowCodec
 from packhorse.wire.embeddings.sums import pool
 from packhorse.wire.embeddings.tables import Table
+from packhorse.wire.exchange import ByteExchange
+from packhorse.wire.peers import Peers, as_timeout
+from packhorse.wire.rounds import Rounds
 
 __all__ = ["EmbeddingExchange", "Request", "Traffic"]
 
@@ -92,6 +96,7 @@ class EmbeddingExchange:
         backward: how gradients travel; by default as they are.
         divide: what gradients are divided by before they are summed over the ranks. torchrec
             divides by the number of ranks; 1 gives the sum.
+        timeout: as `ByteExchange`.
 
     Attributes:
         layout: tables, features and shards.
@@ -99,7 +104,10 @@ class EmbeddingExchange:
         traffic: bytes and seconds, summed over all batches.
 
     Raises:
-        ValueError: tables, features or ranks do not fit each other.
+        ValueError: tables, features or ranks do not fit each other, or there is no process group.
+
+    All methods that reach other ranks raise a PeerError if one of them died, hangs or failed, and a
+    CompatibilityError if one has other tables, features, dtypes or kinds of codecs.
 
     Example:
         >>> exchange = EmbeddingExchange([on_rank("user", 1_000, 16, rank=0)])
@@ -117,11 +125,16 @@ class EmbeddingExchange:
         forward: RowCodec | None = None,
         backward: RowCodec | None = None,
         divide: int = 1,
+        timeout: timedelta | float | None = None,
     ) -> None:
-        self._group = group
-        self._rank = dist.get_rank(group)
-        self._world = dist.get_world_size(group)
         features = [table.name for table in tables] if features is None else features
+        shown = {
+            "tables and features": _digest(tuple(tables), tuple(features)),
+            "dtype": str(dtype),
+        }
+        shown["codecs"] = f"{type(forward).__name__}, {type(backward).__name__}"
+        self._swaps = _Swaps(group, timeout, shown)
+        self._rank, self._world = self._swaps.rank, self._swaps.size
         self.layout = Layout(tables, features, self._world)
         self.held = self.layout.held[self._rank]
         self.dtype = dtype
@@ -145,8 +158,13 @@ class EmbeddingExchange:
             ValueError: an id is outside of its table, or offsets do not fit the ids.
             CorruptionError: a message of another rank is damaged.
         """
-        with self.traffic.timed("route"), torch.no_grad():
+        with self._swaps.operation("plan of embeddings"), torch.no_grad():
+            return self._plan(batch)
+
+    def _plan(self, batch: Sequence[Bags]) -> Plan:
+        with self.traffic.timed("route"):
             cpu = [bags.cpu() for bags in batch]
+            route_ = route(self.layout, cpu, self._element_nbytes())
             messages = [self._pack(route_, rank) for rank in range(self._world)]
         self._choices = route_.choices
         self.traffic.ids_nbytes += sum(len(message) for message in messages)
@@ -167,15 +185,16 @@ class EmbeddingExchange:
         Returns:
             For each feature, [bags, dim] of float32.
         """
-        with self.traffic.timed("gather"):
-            rows = gather(plan.requests)
-        for request, part in zip(plan.requests, rows, strict=True):
-            self._check_gathered(request, part)
-        # A rank without tables has no rows with a gradient, and must take part in the backward pass.
-        anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
-        got = _Fetch.apply(self, plan, anchor, *rows)  # type: ignore[no-untyped-call]
-        with self.traffic.timed("pool"):
-            return self._outputs(plan, got)
+        with self._swaps.operation("fetch of embeddings"):
+            with self.traffic.timed("gather"):
+                rows = gather(plan.requests)
+            for request, part in zip(plan.requests, rows, strict=True):
+                self._check_gathered(request, part)
+            # A rank without tables has no rows with a gradient, but joins the backward pass.
+            anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
+            got = _Fetch.apply(self, plan, anchor, *rows)  # type: ignore[no-untyped-call]
+            with self.traffic.timed("pool"):
+                return self._outputs(plan, got)
 
     def _pack(self, route_: Route, rank: int) -> Bytes:
         """The request to a rank; none to this one."""
@@ -327,7 +346,7 @@ class EmbeddingExchange:
 
     def _swap(self, messages: Sequence[Bytes]) -> list[Bytes]:
         with self.traffic.timed("wire"):
-            return _all_to_all(messages, self._group)
+            return self._swaps.exchange(messages)
 
 
 @dataclass(frozen=True)
@@ -357,19 +376,31 @@ class _Fetch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        sums = ctx.exchange._send_gradients(ctx.plan, grads)
+        with ctx.exchange._swaps.operation("gradients of embeddings"):
+            sums = ctx.exchange._send_gradients(ctx.plan, grads)
         if ctx.exchange.divide != 1:
             sums = [part.div_(ctx.exchange.divide) for part in sums]
         placed = [part.to(device) for part, device in zip(sums, ctx.devices, strict=True)]
         return None, None, None, *placed
 
 
-def _all_to_all(messages: Sequence[Bytes], group: dist.ProcessGroup | None) -> list[Bytes]:
-    """Sizes first, then all bytes at once."""
-    sizes = torch.tensor([len(message) for message in messages])
-    theirs = torch.empty_like(sizes)
-    dist.all_to_all_single(theirs, sizes, group=group)
-    sent = torch.from_numpy(np.concatenate(messages))
-    got = torch.empty(int(theirs.sum()), dtype=torch.uint8)
-    dist.all_to_all_single(got, sent, theirs.tolist(), sizes.tolist(), group=group)
-    return list(np.split(got.numpy(), np.cumsum(theirs.numpy())[:-1]))
+class _Swaps(ByteExchange):
+    """A byte exchange between ranks that have the same tables."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        timeout: timedelta | float | None,
+        options: Mapping[str, str],
+    ) -> None:
+        super().__init__(group, timeout=timeout)
+        self._peers = Peers(group, as_timeout(timeout), {"object": "EmbeddingExchange", **options})
+        self._rounds = Rounds(self._peers)
+
+    def operation(self, what: str) -> AbstractContextManager[None]:
+        """An error in the block reaches the other ranks, instead of making them wait."""
+        return self._peers.operation(what)
+
+
+def _digest(*described: object) -> str:
+    return hashlib.sha256(repr(described).encode()).hexdigest()[:16]

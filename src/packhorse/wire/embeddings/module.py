@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from packhorse.wire.backend import torch
 from packhorse.wire.embeddings.exchange import EmbeddingExchange, Request
 from packhorse.wire.embeddings.routes import Bags
 from packhorse.wire.embeddings.sums import gather_rows

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 from packhorse.wire.embeddings.id_sets import set_nbytes
 from packhorse.wire.embeddings.requests import Wanted, bags_nbytes
 from packhorse.wire.embeddings.sums import Grouping, bags_of, group
-from packhorse.wire.embeddings.tables import Block, Shard, Table, blocks_of
+from packhorse.wire.embeddings.tables import Block, Table, blocks_of
 
 __all__ = ["Bags", "Choice", "Layout", "Route", "Slots", "route"]
 
