@@ -12,20 +12,42 @@ from packhorse.late_import import import_late
 
 if TYPE_CHECKING:
     from packhorse.wire.collectives import Collectives
+    from packhorse.wire.data_parallel import (
+        PackedAllGather,
+        PackedReduceScatter,
+        compression_hook,
+        shard_traffic,
+    )
     from packhorse.wire.exchange import ByteExchange
     from packhorse.wire.pending import Pending
     from packhorse.wire.selector import Arm, Key, Rates, Row
 
-__all__ = ["Arm", "ByteExchange", "Collectives", "Key", "Pending", "Rates", "Row"]
+__all__ = [
+    "Arm",
+    "ByteExchange",
+    "Collectives",
+    "Key",
+    "PackedAllGather",
+    "PackedReduceScatter",
+    "Pending",
+    "Rates",
+    "Row",
+    "compression_hook",
+    "shard_traffic",
+]
 
 _MODULES = {
     "Arm": "selector",
     "ByteExchange": "exchange",
     "Collectives": "collectives",
     "Key": "selector",
+    "PackedAllGather": "data_parallel",
+    "PackedReduceScatter": "data_parallel",
     "Pending": "pending",
     "Rates": "selector",
     "Row": "selector",
+    "compression_hook": "data_parallel",
+    "shard_traffic": "data_parallel",
 }
 
 

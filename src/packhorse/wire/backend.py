@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import (
     AllreduceOptions,
     AllToAllOptions,
     BroadcastOptions,
+    GradBucket,
     ReduceScatterOptions,
     Store,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "AllgatherOptions",
     "AllreduceOptions",
     "BroadcastOptions",
+    "GradBucket",
     "ReduceScatterOptions",
     "Store",
     "dist",

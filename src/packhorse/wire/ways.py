@@ -12,6 +12,7 @@ from itertools import accumulate
 import numpy as np
 
 from packhorse.codecs.base import ByteArray
+from packhorse.errors import CompatibilityError
 from packhorse.wire import torch_ways
 from packhorse.wire.backend import dist, torch
 from packhorse.wire.carrier import Carrier, Delivery, Effort
@@ -55,8 +56,17 @@ class Ways:
         output_nbytes: Sequence[int],
         input_nbytes: Sequence[int],
     ) -> Effort:
-        """`all_to_all_single`; the lengths of the parts are in bytes."""
+        """`all_to_all_single`; the lengths of the parts are in bytes.
+
+        Raises:
+            CompatibilityError: the part for this rank itself has two lengths.
+        """
         peers = self._peers
+        if output_nbytes[peers.rank] != input_nbytes[peers.rank]:
+            raise CompatibilityError(
+                f"rank {peers.rank} sends {input_nbytes[peers.rank]} bytes to itself, and expects "
+                f"{output_nbytes[peers.rank]}; make the splits fit"
+            )
         if arm == Arm.TORCH:
             return self._wait(
                 peers.begin(
