@@ -27,7 +27,7 @@ from torch import Tensor
 
 from packhorse.wire.backend import dist, torch
 from packhorse.wire.embeddings.requests import Wanted, pack_request, unpack_request
-from packhorse.wire.embeddings.routes import Bags, Choice, Layout, Route, route
+from packhorse.wire.embeddings.routes import Bags, Choice, Layout, Route, Sending, route
 from packhorse.wire.embeddings.rows import Piece, RawRows, RowCodec
 from packhorse.wire.embeddings.sums import pool
 from packhorse.wire.embeddings.tables import Table
@@ -94,6 +94,7 @@ class EmbeddingExchange:
         dtype: of the tables.
         forward: how rows travel; by default as they are.
         backward: how gradients travel; by default as they are.
+        sending: distinct rows, or bags that the holder adds up.
         divide: what gradients are divided by before they are summed over the ranks. torchrec
             divides by the number of ranks; 1 gives the sum.
         timeout: as `ByteExchange`.
@@ -124,6 +125,7 @@ class EmbeddingExchange:
         dtype: torch.dtype = torch.float32,
         forward: RowCodec | None = None,
         backward: RowCodec | None = None,
+        sending: Sending = Sending.CHEAPER,
         divide: int = 1,
         timeout: timedelta | float | None = None,
     ) -> None:
@@ -140,7 +142,10 @@ class EmbeddingExchange:
         self.dtype = dtype
         self.forward_codec: RowCodec = forward or RawRows()
         self.backward_codec: RowCodec = backward or RawRows()
+        for codec in (self.forward_codec, self.backward_codec):
+            codec.attach(self.layout, self._rank)
         self.divide = divide
+        self.sending = sending
         self.traffic = Traffic()
         self._choices: list[Choice] = []
 
@@ -164,7 +169,7 @@ class EmbeddingExchange:
     def _plan(self, batch: Sequence[Bags]) -> Plan:
         with self.traffic.timed("route"):
             cpu = [bags.cpu() for bags in batch]
-            route_ = route(self.layout, cpu, self._element_nbytes())
+            route_ = route(self.layout, cpu, self._element_nbytes(), self.sending)
             messages = [self._pack(route_, rank) for rank in range(self._world)]
         self._choices = route_.choices
         self.traffic.ids_nbytes += sum(len(message) for message in messages)
@@ -266,7 +271,8 @@ class EmbeddingExchange:
     def _send_rows(self, plan: Plan, rows: Sequence[Tensor]) -> list[Tensor]:
         """Sends what was asked for; returns what this rank asked for, by width."""
         with self.traffic.timed("encode"):
-            messages = [self._rows_for(plan, rows, rank) for rank in range(self._world)]
+            pieces = [self._rows_for(plan, rows, rank) for rank in range(self._world)]
+            messages = self.forward_codec.encode(pieces)
         self.traffic.rows_nbytes += sum(len(message) for message in messages)
         received = self._swap(messages)
         with self.traffic.timed("decode"):
@@ -283,7 +289,8 @@ class EmbeddingExchange:
     def _send_gradients(self, plan: Plan, grads: Sequence[Tensor]) -> list[Tensor]:
         """Sends the gradients of rows to their holders; returns those of this rank's shards."""
         with self.traffic.timed("encode"):
-            messages = [self._gradients_for(plan, grads, rank) for rank in range(self._world)]
+            pieces = [self._gradients_for(plan, grads, rank) for rank in range(self._world)]
+            messages = self.backward_codec.encode(pieces)
         self.traffic.gradients_nbytes += sum(len(message) for message in messages)
         received = self._swap(messages)
         with self.traffic.timed("decode"):
@@ -301,25 +308,24 @@ class EmbeddingExchange:
                     target.copy_(part)
         return sums
 
-    def _rows_for(self, plan: Plan, rows: Sequence[Tensor], rank: int) -> Bytes:
+    def _rows_for(self, plan: Plan, rows: Sequence[Tensor], rank: int) -> list[Piece]:
         if rank == self._rank:
-            return np.empty(0, np.uint8)
+            return []
         parts = self._parts(plan, rows, rank)
-        pieces = [
+        return [
             Piece(request.shard, part, plan.ids(request, rank))
             for request, part in zip(plan.requests, parts, strict=True)
         ]
-        return self.forward_codec.encode(pieces)
 
-    def _gradients_for(self, plan: Plan, grads: Sequence[Tensor], rank: int) -> Bytes:
+    def _gradients_for(self, plan: Plan, grads: Sequence[Tensor], rank: int) -> list[Piece]:
         if rank == self._rank:
-            return np.empty(0, np.uint8)
+            return []
         shards = self.layout.held[rank]
         pieces = []
         for shard, part in zip(shards, self._slots_of(plan, grads, shards), strict=True):
             wanted = plan.route.wanted[shard]
             pieces.append(Piece(shard, part, wanted.ids if wanted.lengths is None else None))
-        return self.backward_codec.encode(pieces)
+        return pieces
 
     def _parts(self, plan: Plan, rows: Sequence[Tensor], rank: int) -> list[Tensor]:
         """Views of the rows that a rank gets, of each shard that this rank holds."""

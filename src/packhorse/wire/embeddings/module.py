@@ -66,9 +66,10 @@ class EmbeddingBags(nn.Module):
         Returns:
             For each feature, [bags, dim] of float32.
         """
-        return self.exchange.fetch(self.exchange.plan(batch), self._gather)
+        return self.exchange.fetch(self.exchange.plan(batch), self.gather)
 
-    def _gather(self, requests: Sequence[Request]) -> list[Tensor]:
+    def gather(self, requests: Sequence[Request]) -> list[Tensor]:
+        """Rows of the shards that this rank holds, as `EmbeddingExchange.fetch` wants them."""
         return [
             gather_rows(
                 self.tables[self._name(asked.shard)], asked.ids, asked.offsets, asked.counts

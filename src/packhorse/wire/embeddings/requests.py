@@ -7,7 +7,8 @@ or bags of ids, each of which brings one row, the sum.
 Layout, little-endian: for each shard of the holder, in the order of the tables, u32 rows to bring
 and u32 how many ids (0 for a set). Then the sets, as `pack_set`: those of dense shards as one set,
 those of sparse shards as another, since few large sets are quicker to pack than many small ones.
-Then, for each shard with bags, the number of ids in each bag minus one, and the ids, as `pack_list`.
+Then, for each shard with bags, u8 bits of a length; the number of ids in each bag minus one,
+and the ids, as `pack_list`.
 
 A holder checks a message wholly before it looks up a row.
 """

@@ -13,17 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from packhorse.wire.backend import torch
 from packhorse.wire.embeddings.id_sets import set_nbytes
 from packhorse.wire.embeddings.requests import Wanted, bags_nbytes
 from packhorse.wire.embeddings.sums import Grouping, bags_of, group
 from packhorse.wire.embeddings.tables import Block, Table, blocks_of
 
-__all__ = ["Bags", "Choice", "Layout", "Route", "Slots", "route"]
+__all__ = ["Bags", "Choice", "Layout", "Route", "Sending", "Slots", "route"]
 
 
 class Bags(NamedTuple):
@@ -54,6 +55,18 @@ class Bags(NamedTuple):
         if self.offsets is not None:
             return self.offsets
         return torch.arange(len(self.ids) + 1, device=self.ids.device)
+
+
+class Sending(Enum):
+    """What travels of a table: each distinct row, a sum for each bag, or whichever is cheaper.
+
+    Bags are added up by the holder, in the order in which PyTorch adds; a table that is cut by rows,
+    or whose bags have weights, always sends distinct rows.
+    """
+
+    CHEAPER = "cheaper"
+    DISTINCT = "distinct"
+    BAGS = "bags"
 
 
 class Choice(NamedTuple):
@@ -145,13 +158,16 @@ class Route:
     n_bags: list[int]  # of each feature
 
 
-def route(layout: Layout, batch: Sequence[Bags], row_nbytes: Sequence[float]) -> Route:
+def route(
+    layout: Layout, batch: Sequence[Bags], element_nbytes: Sequence[float], sending: Sending
+) -> Route:
     """Plans the exchange of a batch; nothing is sent.
 
     Args:
         layout: tables and features.
         batch: the bags of each feature.
-        row_nbytes: for each table, the bytes of an element, both ways together.
+        element_nbytes: for each table, the bytes of an element, both ways together.
+        sending: what travels.
 
     Raises:
         ValueError: an id is outside of its table, or offsets do not fit the ids.
@@ -160,12 +176,14 @@ def route(layout: Layout, batch: Sequence[Bags], row_nbytes: Sequence[float]) ->
         raise ValueError(f"a batch has {len(batch)} features, not {len(layout.features)}")
     for feature, bags in enumerate(batch):
         _check(feature, bags, layout.tables[layout.features[feature]])
-    asked = [_may_pool(layout, t, batch, row_nbytes[t]) for t in range(len(layout.tables))]
+    asked = [
+        _may_pool(layout, t, batch, element_nbytes[t], sending) for t in range(len(layout.tables))
+    ]
     pooled = [choice is not None and choice.pooled for choice in asked]
     wanted = [Wanted(torch.empty(0, dtype=torch.int64).numpy())] * len(layout.shards)
     slots = [_slots(layout, blocks, batch, pooled, wanted) for blocks in layout.blocks]
     choices = [
-        choice or _distinct(layout, t, batch, wanted, row_nbytes[t])
+        choice or _distinct(layout, t, batch, wanted, element_nbytes[t])
         for t, choice in enumerate(asked)
     ]
     return Route(slots, wanted, choices, [len(bags.starts) - 1 for bags in batch])
@@ -193,21 +211,27 @@ def _check(feature: int, bags: Bags, table: Table) -> None:
 
 
 def _may_pool(
-    layout: Layout, number: int, batch: Sequence[Bags], element_nbytes: float
+    layout: Layout, number: int, batch: Sequence[Bags], element_nbytes: float, sending: Sending
 ) -> Choice | None:
     """Counts both ways for a table whose holder could add up; None for any other."""
     table = layout.tables[number]
     served = layout.served(number, batch)
     n_ids = sum(len(bags.ids) for bags in served)
     n_bags = sum(int((bags.starts.diff() > 0).sum()) for bags in served)
-    if n_bags == n_ids or not _can_pool(table, served):
+    must = sending is Sending.BAGS and n_ids > 0
+    if (
+        sending is Sending.DISTINCT
+        or not _can_pool(table, served)
+        or (n_bags == n_ids and not must)
+    ):
         return None
     n_distinct = len(torch.unique(torch.cat([bags.ids for bags in served])))
     longest = max(int(bags.starts.diff().max()) for bags in served if len(bags.ids))
     row = table.dim * element_nbytes
     distinct = int(n_distinct * row) + set_nbytes(n_distinct, table.rows)
     pooled = int(n_bags * row) + bags_nbytes(n_bags, n_ids, longest, table.rows)
-    return Choice(table.name, pooled < distinct, n_bags, n_ids, n_distinct, distinct, pooled)
+    is_pooled = must or pooled < distinct
+    return Choice(table.name, is_pooled, n_bags, n_ids, n_distinct, distinct, pooled)
 
 
 def _distinct(

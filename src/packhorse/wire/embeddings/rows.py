@@ -1,7 +1,7 @@
 """Rows of embedding tables and their gradients as bytes: one message with all tables in it.
 
-A `RowCodec` turns pieces, one of each shard, into a message, and a message back into the same
-pieces. `RawRows` copies the bytes. Whoever receives a message knows the shape of its pieces,
+A `RowCodec` turns pieces, one of each shard, into a message for each rank, and a message back into
+the same pieces. `RawRows` copies the bytes. Whoever receives a message knows the shape of its pieces,
 since it asked for them, or was asked for them.
 """
 
@@ -12,10 +12,11 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from packhorse.errors import CorruptionError
+from packhorse.wire.backend import torch
+from packhorse.wire.embeddings.routes import Layout
 
 __all__ = ["Piece", "RawRows", "RowCodec", "as_bytes"]
 
@@ -37,10 +38,23 @@ class Piece(NamedTuple):
 
 
 class RowCodec(Protocol):
-    """Turns pieces into a message and back."""
+    """Turns pieces into messages and back."""
 
-    def encode(self, pieces: Sequence[Piece]) -> Bytes:
-        """The message of pieces; their tensors stay as they are."""
+    def attach(self, layout: Layout, rank: int) -> None:
+        """Called once, by the exchange that uses it.
+
+        Args:
+            layout: its tables and shards.
+            rank: who sends.
+        """
+        ...
+
+    def encode(self, pieces: Sequence[Sequence[Piece]]) -> list[Bytes]:
+        """The messages of one iteration, to each rank; their tensors stay as they are.
+
+        Args:
+            pieces: for each rank; none for the sender itself.
+        """
         ...
 
     def decode(self, message: Bytes, rows: Sequence[Tensor]) -> None:
@@ -59,11 +73,12 @@ class RowCodec(Protocol):
 class RawRows:
     """Rows as they are, one piece after the other."""
 
-    def encode(self, pieces: Sequence[Piece]) -> Bytes:
+    def attach(self, layout: Layout, rank: int) -> None:
         """As `RowCodec`."""
-        if not pieces:
-            return np.empty(0, np.uint8)
-        return np.concatenate([as_bytes(piece.rows) for piece in pieces])
+
+    def encode(self, pieces: Sequence[Sequence[Piece]]) -> list[Bytes]:
+        """As `RowCodec`."""
+        return [_joined([as_bytes(piece.rows) for piece in parts]) for parts in pieces]
 
     def decode(self, message: Bytes, rows: Sequence[Tensor]) -> None:
         """As `RowCodec`."""
@@ -78,6 +93,10 @@ class RawRows:
     def element_nbytes(self, shard: int, itemsize: int) -> float:
         """As `RowCodec`."""
         return itemsize
+
+
+def _joined(parts: Sequence[Bytes]) -> Bytes:
+    return np.concatenate(parts) if parts else np.empty(0, np.uint8)
 
 
 def as_bytes(rows: Tensor) -> Bytes:

@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.nn import functional
+
+from packhorse.wire.backend import torch
 
 __all__ = ["Grouping", "bags_of", "gather_rows", "group", "pool", "segment_sums"]
 
