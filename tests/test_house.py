@@ -36,6 +36,7 @@ THIRD_PARTY = {
     "device": {"torch", "triton"},
     "frame": {"numpy"},
     "reference": {"numpy", "xxhash", "zstandard"},
+    "reference.bounded": {"ml_dtypes", "numpy"},
     "gpu": {"numpy", "torch", "triton"},
     "storage": {"numpy", "xxhash"},
     "disk": {"numpy", "xxhash", "zstandard"},

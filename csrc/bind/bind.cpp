@@ -22,6 +22,7 @@
 #include <utility>
 #include <vector>
 
+#include "bind/bounded.hpp"
 #include "bind/tensors.hpp"
 #include "bind/weights.hpp"
 #include "common/advice.hpp"
@@ -356,4 +357,5 @@ NB_MODULE(_core, m) {
     m.def("plan_chunks", &plan_chunks, "payload"_a, "table"_a, "geometry"_a);
     m.def("zstd_frame_nbytes", &zstd_frame_nbytes_of, "src"_a, "header_nbytes"_a, "has_checksum"_a);
     bind_weights(m);
+    bind_bounded(m);
 }

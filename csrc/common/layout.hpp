@@ -101,6 +101,23 @@ struct W11 {
     static constexpr uint32_t kMaxFirst = 247;
 };
 
+// Section 13.
+constexpr uint32_t kBoundedVersion = 1;
+constexpr std::size_t kBoundedHeaderNbytes = 32;
+constexpr std::size_t kBoundedEntryNbytes = 40;
+constexpr std::size_t kBoundedCrcOffset = 12;
+constexpr std::size_t kBoundedAlignment = 64;
+constexpr std::size_t kBoundedLanes = 16;
+constexpr std::size_t kBoundedBlock = 512;
+constexpr uint64_t kMaxBoundedLength = 4294967295;
+constexpr uint32_t kMaxBoundedBits = 16;
+constexpr uint64_t kBoundedSlotShare = 256;
+constexpr uint64_t kBoundedFreeSlots = 16;
+constexpr uint32_t kF16Code = 14;
+constexpr uint32_t kBF16Code = 15;
+constexpr uint32_t kF32Code = 16;
+constexpr uint32_t kF64Code = 17;
+
 // What a decoder found wrong. bind/bind.cpp passes the number to Python, where codecs/base.py puts
 // it into words.
 enum class Status : int {

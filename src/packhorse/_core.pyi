@@ -5,6 +5,8 @@ variable `PACKHORSE_SIMD` names another one. It raises `ValueError` if that is a
 `MissingBackendError` if this machine lacks it.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -164,4 +166,21 @@ def check_weights(
     exceptions: _Numbers,
     bits: int,
     n_columns: int,
+) -> tuple[int, int, int, int]: ...
+
+_Segments = Sequence[tuple[int, float, int, float]]  # n, bound, bits, center
+
+def max_bounded_nbytes(segments: _Segments, dtype_code: int) -> tuple[int, int, int, int]: ...
+def encode_bounded(
+    src: _Bytes,
+    segments: _Segments,
+    dtype_code: int,
+    rounding: int,
+    seed: int,
+    doublings: int,  # -1: the plain form
+    dst: _Bytes,
+    threads: int,
+) -> tuple[int, int, int, int]: ...
+def decode_bounded(
+    message: _Bytes, dtype_code: int, dst: _Bytes, threads: int
 ) -> tuple[int, int, int, int]: ...

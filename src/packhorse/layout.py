@@ -14,6 +14,17 @@ __all__ = [
     "BASE_BLOCK",
     "BASE_BLOCK_NBYTES",
     "BASE_MODES",
+    "BOUNDED_ALIGNMENT",
+    "BOUNDED_BLOCK",
+    "BOUNDED_CRC_OFFSET",
+    "BOUNDED_DTYPES",
+    "BOUNDED_ENTRY",
+    "BOUNDED_FREE_SLOTS",
+    "BOUNDED_HEADER",
+    "BOUNDED_LANES",
+    "BOUNDED_MAGIC",
+    "BOUNDED_SLOT_SHARE",
+    "BOUNDED_VERSION",
     "CHUNK_CRC",
     "CHUNK_NBYTES",
     "CLASSED_CHUNK_NBYTES",
@@ -46,6 +57,8 @@ __all__ = [
     "LAST_MODES",
     "LENGTH_NBYTES",
     "MAX_BITS",
+    "MAX_BOUNDED_BITS",
+    "MAX_BOUNDED_LENGTH",
     "MAX_CHUNK_LOG",
     "MAX_CHUNK_NBYTES",
     "MAX_CLASSES",
@@ -92,6 +105,8 @@ __all__ = [
     "WIDE_BUCKETS",
     "WORD_BITS",
     "ZSTD_CHUNK_NBYTES",
+    "BoundedFault",
+    "BoundedForm",
     "ClassSource",
     "DType",
     "EscapedField",
@@ -100,6 +115,7 @@ __all__ = [
     "PaletteField",
     "PlaneField",
     "PlaneSource",
+    "Rounding",
     "Split",
     "Status",
     "StreamField",
@@ -446,3 +462,59 @@ class EscapedField(IntEnum):
 # minus the slot, modulo `PROB_SUM`; and the value.
 ENTRY_RANK_SHIFT = PROB_BITS
 ENTRY_VALUE_SHIFT = 2 * PROB_BITS
+
+
+# Section 13: bounded codes.
+BOUNDED_MAGIC = b"\x89PHB"
+BOUNDED_VERSION = 1
+# magic, version, dtype, rounding, form, n_segments, CRC, nbytes, reserved
+BOUNDED_HEADER = struct.Struct("<4sBBBBIIQ8s")
+BOUNDED_CRC_OFFSET = 12
+# n, n_escapes, step, center, bound, bits, reserved, doublings, reserved
+BOUNDED_ENTRY = struct.Struct("<IIdddBBH4s")
+BOUNDED_ALIGNMENT = 64  # of the codes: a cache line, and the width of a row of lanes
+BOUNDED_LANES = 16  # words of a row: as many as the widest vector register has
+BOUNDED_BLOCK = 512  # elements: then each lane has 32 codes, which fill whole words
+MAX_BOUNDED_BITS = 16
+MAX_BOUNDED_LENGTH = (1 << 32) - 1  # elements of a segment
+BOUNDED_SLOT_SHARE = 256  # the fixed form has a slot for one element in so many
+BOUNDED_FREE_SLOTS = 16  # and so many slots more
+BOUNDED_DTYPES = tuple(DTYPE_BY_NAME[name] for name in ("F16", "BF16", "F32", "F64"))
+
+
+class Rounding(IntEnum):
+    """How a bounded encoder chooses among the values that codes stand for."""
+
+    NEAREST = 0
+    STOCHASTIC = 1
+
+
+class BoundedForm(IntEnum):
+    """Whether the length of a message follows from the number and the bits of its elements."""
+
+    PLAIN = 0
+    FIXED = 1
+
+
+class BoundedFault(IntEnum):
+    """What is wrong with segments or a message of bounded codes (csrc/bounded/quantiser.hpp)."""
+
+    NONE = 0
+    LENGTH = 1
+    BITS = 2
+    BOUND = 3
+    CENTER = 4
+    TINY_BOUND = 5
+    NOTHING_FITS = 6
+    ESCAPES = 7
+    SHORT = 16
+    MAGIC = 17
+    VERSION_ZERO = 18
+    VERSION = 19
+    OTHER_DTYPE = 20
+    FIELD = 21
+    TABLE = 22
+    RESERVED = 23
+    SIZE = 24
+    CHECKSUM = 25
+    ESCAPE_COUNT = 26

@@ -11,10 +11,13 @@ from format_page import section, table_cells
 
 from packhorse import layout
 from packhorse.codecs.base import STATUS_WORDS
+from packhorse.codecs.bounded import _MESSAGE_WORDS
 from packhorse.codecs.weights import _FAULT_WORDS
 from packhorse.layout import (
     DTYPES,
     WEIGHT_FORMATS,
+    BoundedFault,
+    BoundedForm,
     ClassSource,
     EscapedField,
     Level,
@@ -22,6 +25,7 @@ from packhorse.layout import (
     PaletteField,
     PlaneField,
     PlaneSource,
+    Rounding,
     Split,
     Status,
     StreamField,
@@ -32,6 +36,7 @@ SOURCES = Path(__file__).parents[2] / "csrc"
 CORE = (SOURCES / "common" / "layout.hpp").read_text()
 PLANS = (SOURCES / "tensor" / "plan.hpp").read_text()
 CHECKS = (SOURCES / "rows" / "weights_unpack.hpp").read_text()
+BOUNDED = "\n".join(path.read_text() for path in sorted((SOURCES / "bounded").glob("*.hpp")))
 
 MAX_U32 = (1 << 32) - 1
 FIXED_FIELD_MAXIMA = (
@@ -309,3 +314,40 @@ def test_the_core_has_the_same_formats_of_weights(format: layout.WeightFormat) -
     names = ("bits", "code_bits", "n_slices", "first_code", "min_first", "max_first")
     expected = {name.removeprefix("n_").upper(): getattr(format, name) for name in names}
     assert core == expected
+
+
+def test_the_page_states_the_fields_of_bounded_messages() -> None:
+    cells = [row for row in table_cells(section(13)) if row[0].isdigit()]
+    start = next(i for i, row in enumerate(cells) if i and row[0] == "0")
+    check_fields(cells[:start], layout.BOUNDED_HEADER)
+    check_fields(cells[start:], layout.BOUNDED_ENTRY)
+    crc = next(row for row in cells if row[2] == "CRC")
+    assert int(crc[0]) == layout.BOUNDED_CRC_OFFSET
+    page = section(13)
+    assert f"`{layout.BOUNDED_MAGIC.hex(' ')}`" in page
+    assert f"`bits` | of a code, 1 to {layout.MAX_BOUNDED_BITS} |" in page
+    assert f"blocks of {layout.BOUNDED_BLOCK} elements" in page
+    assert f"`R = ceil(m / {layout.BOUNDED_LANES})`" in page
+    slots = f"min(n, {layout.BOUNDED_FREE_SLOTS} + n div {layout.BOUNDED_SLOT_SHARE})"
+    assert slots in page
+    for dtype in layout.BOUNDED_DTYPES:
+        assert f"{dtype.code} ({dtype.name})" in page
+    for fields in (("rounding", Rounding), ("form", BoundedForm)):
+        words = ", ".join(f"{int(member)} {member.name.lower()}" for member in fields[1])
+        assert re.search(rf"\| {fields[0]} \| {words}", page)
+
+
+def test_the_core_has_the_same_numbers_of_bounded_codes() -> None:
+    core = cpp_constants()
+    assert core["BOUNDED_HEADER_NBYTES"] == layout.BOUNDED_HEADER.size
+    assert core["BOUNDED_ENTRY_NBYTES"] == layout.BOUNDED_ENTRY.size
+    for dtype in layout.BOUNDED_DTYPES:
+        assert core[upper(f"{dtype.name}Code")] == dtype.code
+    for name, enum in (("BoundedForm", BoundedForm), ("BoundedFault", BoundedFault)):
+        text = re.sub(r"//.*", "", BOUNDED)
+        assert cpp_enum(name, text) == {member.name: int(member) for member in enum}
+    assert cpp_enum("Rounding", BOUNDED) == {member.name: int(member) for member in Rounding}
+    magic = ", ".join(f"0x{byte:02X}" for byte in layout.BOUNDED_MAGIC)
+    assert f"kBoundedMagic[4] = {{{magic}}}" in BOUNDED
+    words = set(_MESSAGE_WORDS) | {BoundedFault.SHORT, BoundedFault.VERSION}
+    assert words == {fault for fault in BoundedFault if fault >= BoundedFault.SHORT}

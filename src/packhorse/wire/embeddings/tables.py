@@ -1,0 +1,120 @@
+"""Says which rank holds which part of an embedding table.
+
+A table is cut into shards, each with a range of rows and a range of columns: one shard
+(table-wise), ranges of rows (row-wise), ranges of columns (column-wise), or a grid.
+All ranks describe the tables in the same way. A block is what all shards of a table with the same
+columns make up; a block has one row for each id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+__all__ = ["Block", "Shard", "Table", "blocks_of", "by_columns", "by_rows", "on_rank"]
+
+
+class Shard(NamedTuple):
+    """A part of a table: `table[rows[0]:rows[1], columns[0]:columns[1]]` lies on `rank`."""
+
+    rank: int
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
+
+
+@dataclass(frozen=True)
+class Table:
+    """An embedding table, and where its shards lie.
+
+    Args:
+        name: its name; no other table has it.
+        rows: how many ids it has.
+        dim: the length of a row.
+        shards: they cover the table without overlap.
+        mean: bags are the mean of their rows, not the sum.
+
+    Raises:
+        ValueError: the shards do not cover the table.
+    """
+
+    name: str
+    rows: int
+    dim: int
+    shards: tuple[Shard, ...]
+    mean: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        columns = sorted({shard.columns for shard in self.shards})
+        _check_covered(self.name, "columns", columns, self.dim)
+        for part in columns:
+            rows = sorted(shard.rows for shard in self.shards if shard.columns == part)
+            _check_covered(self.name, f"rows of columns {part[0]}:{part[1]}", rows, self.rows)
+
+
+def on_rank(name: str, rows: int, dim: int, rank: int, *, mean: bool = False) -> Table:
+    """A table that lies on one rank, whole (table-wise)."""
+    return Table(name, rows, dim, (Shard(rank, (0, rows), (0, dim)),), mean=mean)
+
+
+def by_rows(name: str, rows: int, dim: int, world: int, *, mean: bool = False) -> Table:
+    """A table of which each of `world` ranks holds as many rows (row-wise), as torchrec cuts it."""
+    size = -(-rows // world)
+    cuts = [min(size * rank, rows) for rank in range(world + 1)]
+    shards = (Shard(rank, (cuts[rank], cuts[rank + 1]), (0, dim)) for rank in range(world))
+    return Table(name, rows, dim, tuple(s for s in shards if s.rows[0] < s.rows[1]), mean=mean)
+
+
+def by_columns(
+    name: str, rows: int, dim: int, ranks: Sequence[int], *, mean: bool = False
+) -> Table:
+    """A table of which each of `ranks` holds as many columns (column-wise).
+
+    Raises:
+        ValueError: `dim` is not a multiple of the number of ranks.
+    """
+    if not ranks or dim % len(ranks):
+        raise ValueError(f"table {name}: {dim} columns cannot be shared by {len(ranks)} ranks")
+    size = dim // len(ranks)
+    shards = (Shard(rank, (0, rows), (size * i, size * (i + 1))) for i, rank in enumerate(ranks))
+    return Table(name, rows, dim, tuple(shards), mean=mean)
+
+
+class Block(NamedTuple):
+    """The shards of one table with the same columns, in the order of their rows.
+
+    `shards` are (number of the shard among all shards of all tables, shard).
+    """
+
+    table: int
+    columns: tuple[int, int]
+    shards: tuple[tuple[int, Shard], ...]
+
+
+def blocks_of(tables: Sequence[Table]) -> tuple[Block, ...]:
+    """All blocks, by table and column. Shards are numbered as `tables` lists them."""
+    blocks = []
+    first = 0
+    for number, table in enumerate(tables):
+        numbered = list(enumerate(table.shards, first))
+        first += len(numbered)
+        for columns in sorted({shard.columns for shard in table.shards}):
+            parts = [(i, shard) for i, shard in numbered if shard.columns == columns]
+            parts.sort(key=lambda part: part[1].rows)
+            blocks.append(Block(number, columns, tuple(parts)))
+    return tuple(blocks)
+
+
+def _check_covered(name: str, what: str, parts: Sequence[tuple[int, int]], end: int) -> None:
+    at = 0
+    for start, stop in parts:
+        if start != at or stop <= start:
+            raise ValueError(f"table {name}: shards do not cover its {what}: {parts} of 0:{end}")
+        at = stop
+    if at != end:
+        raise ValueError(f"table {name}: shards do not cover its {what}: {parts} of 0:{end}")

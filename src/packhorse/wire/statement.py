@@ -1,0 +1,133 @@
+"""What every rank tells every other one before the pieces of an operation travel.
+
+A statement says which operation a rank is in, with which dtype and sizes, how long the first two
+messages to the receiver are, and how long earlier calls took it (selector.py). Every rank reads
+those of all others before any payload is sent, and refuses those that do not fit its own.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from packhorse import _core
+from packhorse.errors import CompatibilityError, CorruptionError
+from packhorse.wire.backend import torch
+from packhorse.wire.handshake import agree_or_raise
+from packhorse.wire.peers import Peers
+
+__all__ = ["NBYTES", "Statement", "exchange_statements"]
+
+NBYTES = 88
+_MAGIC = b"PHWS"
+# magic, number of the operation, what it is, argument, arm, bytes to the receiver, bytes that all
+# ranks must state alike, rounds, lengths of the first two messages, seconds of the last call
+_FIELDS = struct.Struct("<4sI40sHHQQIIIf")
+_CRC = struct.Struct("<I")
+
+
+class Statement(NamedTuple):
+    """What one rank states to another one.
+
+    Attributes:
+        number: how many operations the rank has begun.
+        what: the operation and the dtype, such as "a2a bfloat16".
+        argument: the root of a broadcast, or the kind of a reduction.
+        arm: how the operation runs (`selector.Arm`).
+        nbytes: bytes that go to the receiver, before packing.
+        common: a size that must be the same on all ranks; 0 if there is none.
+        n_rounds: the most pieces that go to any rank.
+        first: the length of the first message to the receiver.
+        second: the length of the second one.
+        seconds: how long the last measured call took.
+    """
+
+    number: int
+    what: str
+    argument: int
+    arm: int
+    nbytes: int
+    common: int
+    n_rounds: int
+    first: int = 0
+    second: int = 0
+    seconds: float = 0.0
+
+    def to_bytes(self) -> bytes:
+        """The bytes of the statement."""
+        fields = self._replace(what=self.what.encode()[:40])  # type: ignore[arg-type]
+        text = _FIELDS.pack(_MAGIC, *fields)
+        return (text + _CRC.pack(_core.crc32c(text))).ljust(NBYTES, b"\0")
+
+
+def exchange_statements(
+    peers: Peers, mine: Sequence[Statement], words: Sequence[str]
+) -> list[Statement]:
+    """States something to each rank, and reads what each states to this one.
+
+    Args:
+        peers: the other ranks.
+        mine: the statement for each rank.
+        words: what `argument` means, for messages: its name, and the name of each value if it is
+            an index.
+
+    Returns:
+        The statement of each rank.
+
+    Raises:
+        CorruptionError: bytes were damaged on their way.
+        CompatibilityError: ranks are in different operations, or state different dtypes or sizes.
+    """
+    text = bytearray().join([statement.to_bytes() for statement in mine])
+    output = torch.empty(len(text), dtype=torch.uint8)
+    lengths = [NBYTES] * peers.size
+    sent = torch.frombuffer(text, dtype=torch.uint8)
+    peers.wait(peers.all_to_all(output, sent, lengths, lengths))
+    found = output.numpy().tobytes()
+    stated = [
+        _read(peers, rank, found[rank * NBYTES : (rank + 1) * NBYTES]) for rank in range(peers.size)
+    ]
+    if len({(one.number, one.what, one.argument, one.arm, one.common) for one in stated}) > 1:
+        agree_or_raise([_by_name(one, words) for one in stated])
+    return stated
+
+
+def check_sizes(peers: Peers, stated: Sequence[Statement], expected: Sequence[int]) -> None:
+    """Checks that each rank sends as many bytes as this one expects.
+
+    Raises:
+        CompatibilityError: one does not.
+    """
+    for rank, (statement, nbytes) in enumerate(zip(stated, expected, strict=True)):
+        if statement.nbytes != nbytes and rank != peers.rank:
+            raise CompatibilityError(
+                f"rank {rank} sends {statement.nbytes} bytes to rank {peers.rank}, which expects "
+                f"{nbytes}; make sizes and splits fit on all ranks"
+            )
+
+
+def _read(peers: Peers, rank: int, text: bytes) -> Statement:
+    magic, number, what, *rest = _FIELDS.unpack_from(text)
+    (crc,) = _CRC.unpack_from(text, _FIELDS.size)
+    if magic != _MAGIC or _core.crc32c(text[: _FIELDS.size]) != crc:
+        raise CorruptionError(
+            f"what rank {rank} stated to rank {peers.rank} is damaged, or is no statement; call "
+            "the same operations on all ranks"
+        )
+    return Statement(number, what.rstrip(b"\0").decode(errors="replace"), *rest)
+
+
+def _by_name(statement: Statement, words: Sequence[str]) -> dict[str, str]:
+    """What ranks must agree on, by name."""
+    name, *values = words or ["argument"]
+    argument = statement.argument
+    operation, _, dtype = statement.what.partition(" ")
+    return {
+        "the number of the operation": str(statement.number),
+        "the operation": operation,
+        "dtype": dtype,
+        name: values[argument] if argument < len(values) else str(argument),
+        "the size in bytes": str(statement.common),
+        "the way of the transfer": str(statement.arm),
+    }

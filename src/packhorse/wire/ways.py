@@ -1,0 +1,206 @@
+"""The ways to run each collective: by PyTorch itself, in pieces, or packed.
+
+The functions here trust their arguments, which `Collectives` has checked. Tensors are contiguous
+and in host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from packhorse.codecs.base import ByteArray
+from packhorse.errors import CompatibilityError
+from packhorse.wire import torch_ways
+from packhorse.wire.backend import dist, torch
+from packhorse.wire.carrier import Carrier, Delivery, Effort
+from packhorse.wire.dtypes import bytes_of, frame_dtype, tensor_of
+from packhorse.wire.rounds import PIECE_NBYTES, n_pieces_of, piece_of
+from packhorse.wire.selector import Arm
+from packhorse.wire.sums import OPERATIONS, reduce_into
+
+__all__ = ["Ways"]
+
+_EMPTY = np.empty(0, np.uint8)
+_REDUCTION_WORDS = ("the reduction", *OPERATIONS)
+
+
+class Ways:
+    """Runs collectives, each in the way that it is told.
+
+    Args:
+        carrier: carries pieces.
+    """
+
+    def __init__(self, carrier: Carrier) -> None:
+        self._carrier = carrier
+        self._peers = carrier.peers
+        self._scratch: list[ByteArray] = []
+
+    def _wait(self, work: dist.Work) -> Effort:
+        self._peers.wait(work)
+        return Effort()
+
+    def _carry(self, delivery: Delivery, arm: Arm) -> Effort:
+        if self._peers.size == 1:
+            return Effort()
+        return self._carrier.deliver(delivery, arm, is_packed=arm == Arm.PACKED)
+
+    def all_to_all(
+        self,
+        arm: Arm,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_nbytes: Sequence[int],
+        input_nbytes: Sequence[int],
+    ) -> Effort:
+        """`all_to_all_single`; the lengths of the parts are in bytes.
+
+        Raises:
+            CompatibilityError: the part for this rank itself has two lengths.
+        """
+        peers = self._peers
+        if output_nbytes[peers.rank] != input_nbytes[peers.rank]:
+            raise CompatibilityError(
+                f"rank {peers.rank} sends {input_nbytes[peers.rank]} bytes to itself, and expects "
+                f"{output_nbytes[peers.rank]}; make the splits fit"
+            )
+        if arm == Arm.TORCH:
+            return self._wait(
+                peers.begin(
+                    torch_ways.all_to_all, output, input, list(output_nbytes), list(input_nbytes)
+                )
+            )
+        sent = _cut(bytes_of(input), input_nbytes)
+        received = _cut(bytes_of(output), output_nbytes)
+        np.copyto(received[peers.rank], sent[peers.rank])
+        sent[peers.rank] = received[peers.rank] = _EMPTY
+        return self._carry(
+            Delivery(
+                _what("a2a", input), frame_dtype(input.dtype), sent,
+                [part.size for part in received], _places(received),
+            ),
+            arm,
+        )  # fmt: skip
+
+    def all_gather(self, arm: Arm, output: torch.Tensor, input: torch.Tensor) -> Effort:
+        """`all_gather_into_tensor`."""
+        if arm == Arm.TORCH:
+            return self._wait(self._peers.begin(torch_ways.all_gather, output, input))
+        size, mine = self._peers.size, bytes_of(input)
+        parts = _cut(bytes_of(output), [mine.size] * size)
+        np.copyto(parts[self._peers.rank], mine)
+        return self._gather(arm, "ag", input, mine, parts)
+
+    def _gather(
+        self, arm: Arm, what: str, like: torch.Tensor, mine: ByteArray, parts: list[ByteArray]
+    ) -> Effort:
+        """Sends this rank's bytes to all others, and puts theirs in their places."""
+        rank, size = self._peers.rank, self._peers.size
+        outgoing = [_EMPTY if i == rank else mine for i in range(size)]
+        incoming = [0 if i == rank else part.size for i, part in enumerate(parts)]
+        total = sum(part.size for part in parts)
+        delivery = Delivery(
+            _what(what, like), frame_dtype(like.dtype), outgoing, incoming, _places(parts),
+            is_shared=True, common=total,
+        )  # fmt: skip
+        return self._carry(delivery, arm)
+
+    def broadcast(self, arm: Arm, tensor: torch.Tensor, root: int) -> Effort:
+        """`broadcast`; the root is a rank of the group."""
+        if arm == Arm.TORCH:
+            return self._wait(self._peers.begin(torch_ways.broadcast, tensor, root))
+        rank, size, data = self._peers.rank, self._peers.size, bytes_of(tensor)
+        is_root = rank == root
+        outgoing = [data if is_root and i != rank else _EMPTY for i in range(size)]
+        incoming = [data.size if i == root and not is_root else 0 for i in range(size)]
+        delivery = Delivery(
+            _what("bc", tensor), frame_dtype(tensor.dtype), outgoing, incoming,
+            _places([data] * size), is_shared=True, argument=root, words=("the root",),
+            common=data.size,
+        )  # fmt: skip
+        return self._carry(delivery, arm)
+
+    def reduce_scatter(
+        self, arm: Arm, output: torch.Tensor, input: torch.Tensor, name: str
+    ) -> Effort:
+        """`reduce_scatter_tensor`."""
+        if arm == Arm.TORCH:
+            op = getattr(dist.ReduceOp, name)
+            return self._wait(self._peers.begin(torch_ways.reduce_scatter, output, input, op))
+        result = bytes_of(output)
+        parts = _cut(bytes_of(input), [result.size] * self._peers.size)
+        return self._reduce(arm, "rs", input, parts, result, name)
+
+    def all_reduce(self, arm: Arm, tensor: torch.Tensor, name: str) -> Effort:
+        """`all_reduce`: each rank reduces a part, and sends it to all others."""
+        if arm == Arm.TORCH:
+            op = getattr(dist.ReduceOp, name)
+            return self._wait(self._peers.begin(torch_ways.all_reduce, tensor, op))
+        size, n = self._peers.size, tensor.numel()
+        lengths = [(n * (i + 1) // size - n * i // size) * tensor.itemsize for i in range(size)]
+        parts = _cut(bytes_of(tensor), lengths)
+        mine = parts[self._peers.rank]
+        effort = self._reduce(arm, "ar", tensor, parts, mine, name)
+        return effort.plus(self._gather(arm, "ar2", tensor, mine, parts))
+
+    def _reduce(
+        self,
+        arm: Arm,
+        what: str,
+        like: torch.Tensor,
+        parts: list[ByteArray],
+        result: ByteArray,
+        name: str,
+    ) -> Effort:
+        """Sends a part to each rank, and reduces those that come with this rank's own. The result
+        may lie in this rank's part."""
+        rank, size = self._peers.rank, self._peers.size
+        own, scratch = parts[rank], self._memory(size)
+
+        def place(round_: int, source: int) -> ByteArray:
+            start, stop = piece_of(result.size, round_)
+            return scratch[source][: stop - start]
+
+        def reduce(round_: int) -> None:
+            start, stop = piece_of(result.size, round_)
+            if start == stop:
+                return
+            np.copyto(place(round_, rank), own[start:stop])
+            values = [tensor_of(place(round_, source), like.dtype) for source in range(size)]
+            reduce_into(tensor_of(result[start:stop], like.dtype), values, name)
+
+        if size == 1:
+            for round_ in range(n_pieces_of(result.size)):
+                reduce(round_)
+        outgoing = [_EMPTY if i == rank else part for i, part in enumerate(parts)]
+        incoming = [0 if i == rank else result.size for i in range(size)]
+        delivery = Delivery(
+            _what(what, like), frame_dtype(like.dtype), outgoing, incoming, place, reduce,
+            argument=OPERATIONS.index(name), words=_REDUCTION_WORDS,
+            common=sum(part.size for part in parts),
+        )  # fmt: skip
+        return self._carry(delivery, arm)
+
+    def _memory(self, size: int) -> list[ByteArray]:
+        while len(self._scratch) < size:
+            self._scratch.append(np.empty(PIECE_NBYTES, np.uint8))
+        return self._scratch
+
+
+def _cut(data: ByteArray, lengths: Sequence[int]) -> list[ByteArray]:
+    """Consecutive parts of some bytes."""
+    ends = list(accumulate(lengths))
+    return [data[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+
+def _places(parts: Sequence[ByteArray]) -> Callable[[int, int], ByteArray]:
+    """Where the piece of a rank goes in a round, if its part lies in one piece of memory."""
+    return lambda round_, rank: parts[rank][slice(*piece_of(parts[rank].size, round_))]
+
+
+def _what(operation: str, tensor: torch.Tensor) -> str:
+    """What a statement says: the operation and the dtype."""
+    return f"{operation} {str(tensor.dtype).removeprefix('torch.')}"

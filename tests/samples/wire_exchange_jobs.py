@@ -1,0 +1,76 @@
+"""Jobs of ranks that exchange bytes, rightly and wrongly."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from packhorse.wire import ByteExchange
+
+SIZES = (0, 1, 63, 1000, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, (5 << 20) + 7)
+
+
+def part(sender: int, receiver: int, step: int) -> bytes:
+    """What a rank sends to another one in a step."""
+    generator = np.random.default_rng((sender, receiver, step))
+    return generator.bytes(SIZES[(sender + 3 * receiver + step) % len(SIZES)])
+
+
+def exchange_all(n_steps: int) -> list[bool]:
+    """Whether the bytes of each step came as they were sent."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    exchange = ByteExchange(timeout=30)
+    found = []
+    for step in range(n_steps):
+        theirs = exchange.exchange([part(rank, other, step) for other in range(size)])
+        found.append([bytes(t) for t in theirs] == [part(o, rank, step) for o in range(size)])
+    return found
+
+
+def two_on_subgroups() -> list[bytes]:
+    """Two objects on the whole group, and one on a group of the odd ranks."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    odd = dist.new_group(list(range(1, size, 2)))
+    first, second = ByteExchange(), ByteExchange(timeout=10)
+    found = [bytes(b) for b in second.exchange([bytes([rank, i, 2]) for i in range(size)])]
+    found += [bytes(b) for b in first.exchange([bytes([rank, i, 1]) for i in range(size)])]
+    if rank % 2:
+        third = ByteExchange(odd)
+        parts = [bytes([rank, i, 3]) for i in range(third.size)]
+        found += [bytes(b) for b in third.exchange(parts)]
+    return found
+
+
+def fail_in_exchange(how: str, timeout: float) -> list[str]:
+    """Rank 1 misbehaves in the third exchange. Returns the errors of the other ranks, in that
+    exchange and in the next one."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    exchange = ByteExchange(timeout=timeout, max_nbytes=8 << 20)
+    parts: list[Any] = [bytes([rank]) * (3 << 20)] * size
+    for _ in range(2):
+        exchange.exchange(parts)
+    if rank == 1:
+        _misbehave(exchange, parts, how)
+    errors = []
+    for _ in range(2):
+        try:
+            exchange.exchange(parts)
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors
+
+
+def _misbehave(exchange: ByteExchange, parts: list[Any], how: str) -> None:
+    if how == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "sleeps":
+        time.sleep(6)
+    if how == "too much":
+        parts[:] = [bytes(9 << 20)] * len(parts)
+    if how == "leaves":
+        raise RuntimeError("rank 1 leaves")

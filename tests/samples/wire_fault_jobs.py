@@ -1,0 +1,141 @@
+"""Jobs of ranks in which rank 1 fails, lies, or disagrees with the others.
+
+Damage on the way is made by rank 1 itself, which changes what it hands to the transfer.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from packhorse.wire import Collectives, handshake
+from packhorse.wire.statement import _FIELDS, NBYTES, Statement
+
+N = 3_000_000  # elements of float32: a dozen pieces
+Tamper = Callable[[int, torch.Tensor], None]
+
+
+def errors_of(fault: str, operation: str, choice: str, timeout: float) -> list[str]:
+    """The errors of two operations of which the first meets the fault."""
+    rank = dist.get_rank()
+    if fault == "another version" and rank == 1:
+        handshake.WIRE_VERSION = 7  # type: ignore[misc]
+    level = "fast" if fault == "another option" and rank == 1 else "default"
+    collectives = Collectives(choice=choice, timeout=timeout, level=level)
+    if rank == 1 and fault in _TAMPERS:
+        _tamper_with(collectives, _TAMPERS[fault])
+    dtype = torch.int32 if fault == "another dtype" and rank == 1 else torch.float32
+    n = N - 4 if fault == "another size" and rank == 1 else N
+    x = (torch.randn(n, generator=torch.Generator().manual_seed(rank)) * 0.02).to(dtype)
+    found = []
+    for _ in range(2):
+        if rank == 1 and fault == "sleeps":
+            time.sleep(2 * timeout)
+        if rank == 1 and fault == "raises":
+            _tamper_with(collectives, _raise)
+        try:
+            _run(collectives, operation, x, swap=fault == "another operation" and rank == 1)
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+        else:
+            found.append("none")
+    return found
+
+
+def _run(collectives: Collectives, operation: str, x: torch.Tensor, *, swap: bool) -> None:
+    size = collectives.size
+    if swap:
+        operation = {"all_gather": "all_reduce"}.get(operation, "all_gather")
+    if operation == "all_gather":
+        collectives.all_gather(torch.empty(size * x.numel(), dtype=x.dtype), x)
+    elif operation == "broadcast":
+        collectives.broadcast(x, 1)
+    elif operation == "all_to_all_single":
+        splits = [x.numel() // size] * size
+        coming = [N // size] * size
+        coming[collectives.rank] = splits[0]
+        out = torch.empty(sum(coming), dtype=x.dtype)
+        collectives.all_to_all_single(out, x[: sum(splits)], coming, splits)
+    else:
+        collectives.all_reduce(x)
+
+
+def _tamper_with(collectives: Collectives, tamper: Tamper) -> None:
+    """Lets a function see, and change, all that this rank hands to transfers."""
+    peers, n = collectives._peers, 0
+    plain = peers.all_to_all
+
+    def all_to_all(output: Any, input: torch.Tensor, *splits: Any) -> dist.Work:
+        nonlocal n
+        tamper(n, input)
+        n += 1
+        return plain(output, input, *splits)
+
+    peers.all_to_all = all_to_all  # type: ignore[method-assign]
+
+
+def _flip(n: int, input: torch.Tensor) -> None:
+    if n == 3 and input.numel():
+        input[input.numel() // 2] ^= 16
+
+
+def _flip_head(n: int, input: torch.Tensor) -> None:
+    if n == 2 and input.numel():
+        input[5] ^= 1  # in the length of a later message
+
+
+def _flip_statement(n: int, input: torch.Tensor) -> None:
+    if n == 0:
+        input[9] ^= 1
+
+
+def _lie(n: int, input: torch.Tensor) -> None:
+    """States, with a right checksum, that the first messages are enormous."""
+    if n:
+        return
+    data = input.numpy()
+    for start in range(0, data.size, NBYTES):
+        _, number, what, *rest = _FIELDS.unpack_from(data, start)
+        stated = Statement(number, what.rstrip(b"\0").decode(), *rest)
+        text = stated._replace(first=0xFFFFFFF0, second=0xFFFFFFF0).to_bytes()
+        data[start : start + NBYTES] = memoryview(bytearray(text))
+
+
+def _die(n: int, input: torch.Tensor) -> None:
+    del input
+    if n == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _raise(n: int, input: torch.Tensor) -> None:
+    del input
+    if n == 3:
+        raise MemoryError("none is left")
+
+
+_TAMPERS: dict[str, Tamper] = {
+    "a flipped bit": _flip,
+    "a flipped bit in a head": _flip_head,
+    "a flipped bit in a statement": _flip_statement,
+    "a lie": _lie,
+    "dies": _die,
+}
+
+
+def die_in_pytorch(timeout: float) -> list[str]:
+    """Rank 1 dies while the others are in PyTorch's own collective."""
+    collectives = Collectives(choice="raw", timeout=timeout)
+    collectives.all_reduce(torch.ones(10))
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        collectives.all_reduce(torch.ones(10))
+    except Exception as error:
+        return [f"{type(error).__name__}: {error}"]
+    return []

@@ -1,0 +1,40 @@
+"""Collectives beside PyTorch's own, in real processes over gloo: every bit must be the same."""
+
+from pathlib import Path
+
+import pytest
+import wire_jobs as jobs
+from wire_ranks import run_ranks, values
+
+
+@pytest.mark.parametrize("choice", ["packed", "raw", "auto"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_values_arrive_as_with_pytorch(size: int, choice: str, tmp_path: Path) -> None:
+    sizes = [0, 1, 63, 5000]
+    found = values(run_ranks(size, jobs.moves, choice, sizes, "weights", store=tmp_path / "store"))
+    assert found == [[]] * size
+
+
+@pytest.mark.parametrize("fill", ["weights", "noise"])
+def test_long_tensors_travel_in_pieces(fill: str, tmp_path: Path) -> None:
+    sizes = [1 << 20, 1_500_001]
+    found = values(run_ranks(2, jobs.moves, "packed", sizes, fill, store=tmp_path / "store"))
+    assert found == [[]] * 2
+
+
+@pytest.mark.parametrize("choice", ["packed", "raw"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_reductions_have_the_bits_of_a_plain_one(size: int, choice: str, tmp_path: Path) -> None:
+    found = values(run_ranks(size, jobs.reductions, choice, [1, 3001], store=tmp_path / "store"))
+    assert found == [[]] * size
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_any_layout_will_do(size: int, tmp_path: Path) -> None:
+    for found in values(run_ranks(size, jobs.layouts, store=tmp_path / "store")):
+        assert found == [True] * len(found)
+
+
+def test_collectives_go_on_in_the_background(tmp_path: Path) -> None:
+    for found in values(run_ranks(3, jobs.in_background, 700_000, store=tmp_path / "store")):
+        assert found == [True] * len(found)

@@ -1,0 +1,107 @@
+"""A rank dies, lies, differs, or its bytes are damaged: all ranks raise the same error in time."""
+
+import re
+from pathlib import Path
+
+import pytest
+import wire_fault_jobs as jobs
+from wire_ranks import Outcome, run_ranks
+
+PIECE = "CorruptionError: piece . that rank 1 sent to rank . in .* was damaged on its way: "
+
+
+def errors(outcomes: list[Outcome], *, with_1: bool = True) -> set[str]:
+    """The errors of all ranks; each has to raise the same twice."""
+    found = set()
+    for rank, one in enumerate(outcomes):
+        if rank == 1 and not with_1:
+            continue
+        assert not one.error
+        assert len(one.value) == 2
+        found |= set(one.value)
+    assert max(one.seconds for one in outcomes) < 12
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("operation", ["all_gather", "broadcast", "all_reduce"])
+def test_a_damaged_piece_is_found_and_all_ranks_hear_of_it(
+    operation: str, size: int, tmp_path: Path
+) -> None:
+    job = ("a flipped bit", operation, "packed", 20)
+    found = errors(run_ranks(size, jobs.errors_of, *job, store=tmp_path / "store"))
+    # The ranks that were through with the operation hear of it in the next one.
+    assert len(found - {"none"}) == 1, found
+    assert re.match(PIECE, next(iter(found - {"none"})))
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("a flipped bit in a head", PIECE + "the checksum of the message does not match"),
+        ("a flipped bit in a statement", "CorruptionError: what rank 1 stated to rank . is dama"),
+        ("a lie", "CorruptionError: rank 1 announces a message of 4294967280 bytes to rank "),
+        ("another dtype", r"CompatibilityError: dtype differs among the ranks \(ranks? 0.*: "
+         r"float32; rank 1: int32\)"),
+        ("another operation", r"CompatibilityError: the operation differs among the ranks \(.*"
+         r"rank 1: "),
+        ("another option", r"CompatibilityError: level differs among the ranks \(rank.*: default; "
+         r"rank 1: fast\)"),
+        ("another version", r"CompatibilityError: wire version differs among the ranks \(rank.*: "
+         r"1; rank 1: 7\)"),
+        ("another size", "CompatibilityError: the size in bytes differs among the ranks"),
+    ],
+)  # fmt: skip
+def test_ranks_that_disagree_are_named(fault: str, words: str, tmp_path: Path) -> None:
+    # With "auto" the first call of a kind asks, and then runs as PyTorch's own.
+    choice = "packed" if fault in ("a lie", "a flipped bit in a head") else "auto"
+    job = (fault, "all_gather", choice, 20)
+    outcomes = run_ranks(3, jobs.errors_of, *job, store=tmp_path / "store")
+    found = errors(outcomes)
+    if fault == "a flipped bit in a head":
+        found -= {"none"}
+    assert len(found) == 1, found
+    assert re.match(words, next(iter(found))), found
+
+
+def test_parts_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    job = ("another size", "all_to_all_single", "packed", 20)
+    found = errors(run_ranks(3, jobs.errors_of, *job, store=tmp_path / "store"))
+    assert len(found) == 1, found
+    assert re.match(r"CompatibilityError: rank . sends \d+ bytes to rank ., which expects", *found)
+
+
+@pytest.mark.parametrize("operation", ["all_gather", "broadcast", "all_to_all_single"])
+def test_a_rank_that_is_killed_in_mid_collective_is_named(operation: str, tmp_path: Path) -> None:
+    job = ("dies", operation, "packed", 20)
+    outcomes = run_ranks(4, jobs.errors_of, *job, store=tmp_path / "store")
+    assert outcomes[1].exit_code == -9
+    found = errors(outcomes, with_1=False)
+    words = f"PeerError: rank 1 closed the connection during {operation} (operation 1): "
+    assert len(found) == 1, found
+    assert next(iter(found)).startswith(words)
+
+
+def test_a_rank_that_is_killed_beside_pytorchs_own_collective_is_named(tmp_path: Path) -> None:
+    outcomes = run_ranks(3, jobs.die_in_pytorch, 20, store=tmp_path / "store")
+    words = "PeerError: rank 1 closed the connection during all_reduce (operation 2): "
+    for rank in (0, 2):
+        assert outcomes[rank].value[0].startswith(words)
+
+
+def test_a_rank_that_does_not_come_is_named_after_the_time_out(tmp_path: Path) -> None:
+    job = ("sleeps", "all_gather", "packed", 2)
+    outcomes = run_ranks(3, jobs.errors_of, *job, store=tmp_path / "store")
+    found = errors(outcomes)
+    assert len(found) == 1, found
+    words = "PeerError: rank 1 did not appear within 2 s"
+    assert next(iter(found)).startswith(words)
+
+
+def test_an_error_of_one_rank_is_told_to_all(tmp_path: Path) -> None:
+    outcomes = run_ranks(
+        3, jobs.errors_of, "raises", "all_gather", "packed", 20, store=tmp_path / "store"
+    )
+    words = "PeerError: rank 1 failed in all_gather (operation 1): MemoryError: none is left"
+    assert outcomes[0].value == outcomes[2].value == [words, words]
+    assert outcomes[1].value == ["MemoryError: none is left", words]
