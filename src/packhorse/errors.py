@@ -7,6 +7,7 @@
     ├── BaseMismatchError        a delta frame was given no base, or the wrong one
     ├── ChangedError             a tensor, base or file was written to while it was used
     ├── ClosedError              a file was used after it was closed
+    ├── PeerError                another rank of a collective died, timed out or reported an error
     └── MissingBackendError      an optional package or a CPU feature is missing
 
 Packhorse raises these for bad data, for data that changes while it is used, and for a missing
@@ -26,6 +27,7 @@ __all__ = [
     "CorruptionError",
     "MissingBackendError",
     "PackhorseError",
+    "PeerError",
     "TruncationError",
     "blaming",
 ]
@@ -58,6 +60,11 @@ class ChangedError(PackhorseError, RuntimeError):
 
 class ClosedError(PackhorseError, ValueError):
     """A file was used after it was closed."""
+
+
+class PeerError(PackhorseError, ConnectionError):
+    """Another rank of a collective died, timed out, or reported an error; the message names the
+    rank. The processes must start again, from a checkpoint for example."""
 
 
 class MissingBackendError(PackhorseError, ImportError):

@@ -5,10 +5,12 @@
 others carry the bytes.
 """
 
+from packhorse.wire.updates.chain import fold
 from packhorse.wire.updates.contents import Contents, Unit
 from packhorse.wire.updates.receiver import DeltaReceiver, StagedUpdate
 from packhorse.wire.updates.refusals import Refusal, UpdateMismatchError
 from packhorse.wire.updates.sender import DeltaSender
+from packhorse.wire.updates.sharding import ShardedReceiver
 from packhorse.wire.updates.tensors import Shards
 from packhorse.wire.updates.update import UnitReport, Update
 
@@ -17,10 +19,12 @@ __all__ = [
     "DeltaReceiver",
     "DeltaSender",
     "Refusal",
+    "ShardedReceiver",
     "Shards",
     "StagedUpdate",
     "Unit",
     "UnitReport",
     "Update",
     "UpdateMismatchError",
+    "fold",
 ]

@@ -148,17 +148,18 @@ def make_contents(forms: Mapping[str, Form], aliases: Mapping[str, str]) -> Cont
             raise ValueError("a tensor has an empty name")
         check_text(name)
     units: list[list[tuple[str, Form]]] = []
-    open_groups: dict[str, list[tuple[str, Form]]] = {}
+    groups: dict[str, list[tuple[str, Form]]] = {}  # those that are growing, by dtype
+    sizes: dict[str, int] = {}
     for name in sorted(forms):
         form = forms[name]
         if form.nbytes >= _SMALL_NBYTES:
             units.append([(name, form)])
             continue
-        group = open_groups.get(form.dtype)
-        if group is None or sum(other.nbytes for _, other in group) >= _GROUP_NBYTES:
-            group = open_groups[form.dtype] = []
-            units.append(group)
-        group.append((name, form))
+        if sizes.get(form.dtype, _GROUP_NBYTES) >= _GROUP_NBYTES:
+            groups[form.dtype], sizes[form.dtype] = [], 0
+            units.append(groups[form.dtype])
+        groups[form.dtype].append((name, form))
+        sizes[form.dtype] += form.nbytes
     document = {
         "aliases": [[alias, aliases[alias]] for alias in sorted(aliases)],
         "units": [
@@ -208,7 +209,7 @@ def parse_contents(text: bytes) -> Contents:
 
 
 def _read_unit(row: object, names: set[str]) -> Unit:
-    if not isinstance(row, list) or len(row) != 2 or row[0] not in _known(row[0]):
+    if not isinstance(row, list) or len(row) != 2 or not _is_dtype(row[0]):
         raise _fault(f"{shown(row)} is not a unit: a dtype and its parts")
     members = [_read_part(part, row[0], names) for part in _list(row[1])]
     if not members:
@@ -221,9 +222,8 @@ def _read_unit(row: object, names: set[str]) -> Unit:
     return unit
 
 
-def _known(dtype: object) -> Mapping[str, object]:
-    """All dtypes, if the value can be the name of one at all."""
-    return DTYPE_BY_NAME if isinstance(dtype, str) else {}
+def _is_dtype(value: object) -> bool:
+    return isinstance(value, str) and value in DTYPE_BY_NAME
 
 
 def _read_part(row: object, dtype: str, names: set[str]) -> tuple[str, Form]:

@@ -61,6 +61,7 @@ class StagedUpdate:
         self.binding = binding
         self.is_anchor = is_anchor
         self.header: Header | None = None  # of the last update
+        self.before: list[bytes] = []  # hashes of all units of what is held
         self.hashes: list[bytes] = []  # of all units afterwards
         self.units: dict[int, ByteArray] = {}  # new bytes of changed units
         self.frames: dict[int, Frame] = {}  # or their frames, to decode in the commit
@@ -236,16 +237,24 @@ class DeltaReceiver:
                 tensor cannot be written to.
             CorruptionError: with `in_place`, the update's hashes are wrong. The weights are torn.
         """
+        self.check_staged(staged)
+        interrupt = self._write(staged)
+        self._finish(staged)
+        if interrupt is not None:
+            raise interrupt
+
+    def check_staged(self, staged: StagedUpdate) -> None:
+        """Refuses what `commit` must not apply.
+
+        Raises:
+            ValueError: as `commit`.
+        """
         is_mine = staged.receiver is self and staged.n_commits == self._n_commits
         if not is_mine or (self.is_torn and not staged.is_anchor and not staged.done):
             raise ValueError(
                 "the update was staged for another receiver or before another commit; stage it "
                 "again"
             )
-        interrupt = self._write(staged)
-        self._finish(staged)
-        if interrupt is not None:
-            raise interrupt
 
     def unpack(self, payload: Payload, *, verify: bool = False) -> None:
         """`stage` and `commit` in one; arguments and errors are theirs."""
@@ -283,9 +292,10 @@ class DeltaReceiver:
         binding = self._bind(contents, header)
         staged = StagedUpdate(self, self._n_commits, binding, header.is_anchor)
         if header.is_anchor:
-            staged.hashes = [content_hash(b"")] * len(contents.units)
+            staged.before = [content_hash(b"")] * len(contents.units)
         else:
-            staged.hashes = self._held_hashes(binding, verify)
+            staged.before = self._held_hashes(binding, verify)
+        staged.hashes = staged.before
         self._add(message, staged)
         return staged
 
@@ -325,7 +335,15 @@ class DeltaReceiver:
         if held is not None and is_alike and held.is_of(tensors):
             return held
         binding = Binding(contents, tensors, holds_whole=True)
-        others = binding.others() if self._strict else []
+        if not self._strict:
+            return binding
+        parts = [part.name for part in contents.parts if not part.is_whole]
+        if parts:
+            raise ValueError(
+                f"the update has only a range of {parts[0]!r}; ShardedReceiver takes one update of "
+                "each sender"
+            )
+        others = binding.others()
         if others:
             raise ValueError(
                 f"the update does not have {others[0]!r} ({len(others)} such tensors), which is "
