@@ -184,6 +184,12 @@ class DeltaReceiver:
         return {} if self._source is None else named_tensors(self._source)
 
     @property
+    def has_weights(self) -> bool:
+        """Whether there are weights to start from: tensors that were given, or a state of its
+        own."""
+        return self._source is not None
+
+    @property
     def state_hash(self) -> bytes | None:
         """Hash of the weights, as known from the last commit, 16 bytes; None if it is not known."""
         if self._hashes is None or self._binding is None:
