@@ -124,6 +124,8 @@ def sealed(update: bytes) -> bytes:
 def _seal_hashes(head: bytearray, packed: bytearray, frames: bytes) -> None:
     """Writes the hash of the contents, and of the states before and after, if they can be read."""
     try:
+        if zstandard.get_frame_parameters(packed).content_size > _MAX_TEXT_NBYTES:
+            return
         text = zstandard.ZstdDecompressor().decompress(packed, max_output_size=_MAX_TEXT_NBYTES)
         contents = parse_contents(text)
     except (zstandard.ZstdError, PackhorseError):
