@@ -57,6 +57,10 @@ def test_receivers_follow_a_folder(folder: str) -> None:
     assert writer.prune() == 3
     assert [entry.number for entry in reader.entries()] == [4, 5]
     late = DeltaReceiver(into=TinyModel(3))
+    staged = reader.stage_newest(late, upto=4)
+    assert staged is not None
+    late.commit(staged)
+    assert late.version == 4
     staged = reader.stage_newest(late)
     assert staged is not None
     late.commit(staged)

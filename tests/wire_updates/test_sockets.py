@@ -57,6 +57,26 @@ def test_a_client_can_wait() -> None:
         assert client.stage_newest(receiver, wait=0.05) is None
 
 
+def test_a_client_can_ask_for_one_version() -> None:
+    """The ranks of an engine must all take the same version, even if a newer one is there."""
+    state = {"w": np.zeros(100)}
+    packer, receiver = DeltaSender(state), DeltaReceiver()
+    with UpdateServer() as server, UpdateClient(server.address, timeout=TIMEOUT_S) as client:
+        for step in range(3):
+            state["w"][step] = 1
+            server.publish(packer.pack())
+        staged = client.stage_newest(receiver, upto=2)
+        assert staged is not None
+        receiver.commit(staged)
+        assert (receiver.version, receiver.state["w"].sum()) == (2, 2)
+        timer = threading.Timer(0.2, lambda: server.publish(packer.pack()))
+        timer.start()
+        staged = client.stage_newest(receiver, wait=TIMEOUT_S, upto=4)
+        timer.join()
+        assert staged is not None
+        assert staged.version == 4
+
+
 def test_a_new_stream_replaces_the_old_one() -> None:
     receiver = DeltaReceiver()
     with UpdateServer() as server, UpdateClient(server.address, timeout=TIMEOUT_S) as client:
@@ -104,7 +124,7 @@ def answering(answer: Callable[[socket.socket], object]) -> Iterator[tuple[str, 
             while True:
                 connection, _ = listener.accept()
                 with connection:
-                    connection.recv(40)
+                    connection.recv(48)
                     answer(connection)
         except OSError:
             return
@@ -153,7 +173,7 @@ def test_a_client_bounds_what_it_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    "request_", [b"GET / HTTP/1.1\r\n\r\n".ljust(40), b"\x89PHR\x02".ljust(40)]
+    "request_", [b"GET / HTTP/1.1\r\n\r\n".ljust(48), b"\x89PHR\x02".ljust(48)]
 )
 def test_a_server_ends_a_connection_that_asks_for_something_else(request_: bytes) -> None:
     with UpdateServer() as server:

@@ -74,6 +74,12 @@ class StagedUpdate:
         return self.header.number
 
     @property
+    def stream_id(self) -> bytes:
+        """The stream of the last update."""
+        assert self.header is not None
+        return self.header.stream
+
+    @property
     def nbytes(self) -> int:
         """Bytes of memory that the decoded units take."""
         return sum(data.size for data in self.units.values())

@@ -76,6 +76,7 @@ class DeltaSender:
         snapshot: PathLike | None = None,
         shards: Shards | None = None,
         count_changed: bool = False,
+        stream_id: bytes | None = None,
     ) -> None:
         """
         Args:
@@ -93,6 +94,8 @@ class DeltaSender:
             shards: which part of the model this sender has; None for all of it.
             count_changed: whether `Update.report` counts changed elements, which takes one more
                 pass over the tensors.
+            stream_id: 16 bytes that no other sender has, if receivers must know them beforehand;
+                None to draw them.
 
         Raises:
             TypeError: a value is no tensor, or has no dtype of safetensors.
@@ -101,6 +104,8 @@ class DeltaSender:
         """
         if anchor_every is not None and (type(anchor_every) is not int or anchor_every < 1):
             raise ValueError(f"anchor_every is {anchor_every!r}; it must be at least 1, or None")
+        if stream_id is not None and len(stream_id) != _STREAM_NBYTES:
+            raise ValueError(f"stream_id has {len(stream_id)} bytes; it must have {_STREAM_NBYTES}")
         index, count = (0, 1) if shards is None else (shards.index, shards.count)
         if not 0 <= index < count <= MAX_SHARDS:
             raise ValueError(f"shard {index} of {count}: at most {MAX_SHARDS}, numbered from 0")
@@ -110,7 +115,7 @@ class DeltaSender:
         self._threads = resolve_threads(threads)
         self._shard = index, count
         self._counts = count_changed
-        self._stream = os.urandom(_STREAM_NBYTES)
+        self._stream = stream_id or os.urandom(_STREAM_NBYTES)
         self._version = 0
         self._since_anchor = 0
         tensors = named_tensors(model_or_state)

@@ -110,12 +110,15 @@ class UpdateFolder:
                 found.append(Entry(int(match[1], 16), base, nbytes))
         return sorted(found, key=lambda entry: (entry.number, entry.base_number or 0))
 
-    def stage_newest(self, receiver: DeltaReceiver) -> StagedUpdate | None:
+    def stage_newest(
+        self, receiver: DeltaReceiver, *, upto: int | None = None
+    ) -> StagedUpdate | None:
         """Reads what brings a receiver to the newest version, and stages it.
 
         Args:
             receiver: if it holds a version of the stream, the later updates are read; otherwise, or
                 if that takes more bytes, the newest anchor and what follows it.
+            upto: the last version that is wanted; None for the newest.
 
         Returns:
             What `receiver.commit` takes; None if there is nothing newer.
@@ -130,7 +133,7 @@ class UpdateFolder:
         entries = self.entries()
 
         def fetch(held: int | None) -> list[Update]:
-            return [self._read(stream, entry) for entry in find_route(entries, held)]
+            return [self._read(stream, entry) for entry in find_route(entries, held, upto)]
 
         return stage_newest(receiver, stream, fetch)
 

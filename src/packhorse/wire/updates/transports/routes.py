@@ -32,19 +32,22 @@ class Entry(NamedTuple):
     nbytes: int
 
 
-def find_route(entries: Iterable[Entry], held: int | None) -> list[Entry]:
+def find_route(entries: Iterable[Entry], held: int | None, upto: int | None = None) -> list[Entry]:
     """The updates that lead to the newest version that can be reached.
 
     Args:
         entries: the updates that are there, of one stream.
         held: the version that the receiver holds; None to begin at an anchor.
+        upto: the last version that is wanted; None for the newest.
 
     Returns:
         The updates in the order in which they apply; none if nothing newer can be reached.
     """
     best: dict[int, tuple[int, list[Entry]]] = {} if held is None else {held: (0, [])}
     for entry in sorted(entries, key=lambda entry: (entry.number, entry.base_number is not None)):
-        if held is not None and entry.number <= held:
+        if (held is not None and entry.number <= held) or (
+            upto is not None and entry.number > upto
+        ):
             continue
         start = (0, []) if entry.base_number is None else best.get(entry.base_number)
         if start is None:

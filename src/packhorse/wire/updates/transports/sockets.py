@@ -1,16 +1,19 @@
 """`UpdateServer` and `UpdateClient`: updates over TCP, from one sender to clients that ask.
 
-A client sends one request of 40 bytes, which says what it holds, and gets the updates that it
+A client sends one request of 48 bytes, which says what it holds, and gets the updates that it
 needs. The server keeps packed updates only, each once for all clients.
 
     request   magic 4s, version u8, flags u8, zeros 2s, stream 16s, version held u64,
-              milliseconds to wait for something newer u32, zeros 4s
+              milliseconds to wait u32, zeros 4s, last version that is wanted u64
     answer    magic 4s, version u8, zeros 1s, number of updates u16, length of each u64,
               then the updates
 
-Flag 1: the client holds a version of the stream; flag 2: it wants to begin at an anchor. Updates
-are checked as anywhere, but nobody's identity is: whoever reaches the port gets the weights, and a
-client believes whoever answers. Use it inside a network that you trust, or through a tunnel.
+Flag 1: the client holds a version of the stream. Flag 2: it wants to begin at an anchor. Flag 4: it
+wants no version after the last one that it names, and waits for that one.
+
+Updates are checked as anywhere, but nobody's identity is: whoever reaches the port gets the
+weights, and a client believes whoever answers. Use it inside a network that you trust, or through a
+tunnel.
 """
 
 from __future__ import annotations
@@ -29,12 +32,12 @@ from packhorse.wire.updates.update import Update
 
 __all__ = ["UpdateClient", "UpdateServer"]
 
-_REQUEST = struct.Struct("<4sBB2s16sQI4s")
+_REQUEST = struct.Struct("<4sBB2s16sQI4sQ")
 _ANSWER = struct.Struct("<4sB1sH")
 _LENGTH = struct.Struct("<Q")
 _REQUEST_MAGIC, _ANSWER_MAGIC = b"\x89PHR", b"\x89PHA"
 _VERSION = 1
-_HOLDS, _ANCHORED = 1, 2
+_HOLDS, _ANCHORED, _LIMITED = 1, 2, 4
 _PIECE_NBYTES = 1 << 20
 _KEPT_ANCHORS = 2
 _BACKLOG = 128
@@ -157,10 +160,11 @@ class UpdateServer:
         data = bytearray()
         if not _receive(connection, data, _REQUEST.size):
             return False
-        magic, version, flags, zeros, stream, held, wait_ms, more = _REQUEST.unpack(data)
+        magic, version, flags, zeros, stream, held, wait_ms, more, last = _REQUEST.unpack(data)
         if magic != _REQUEST_MAGIC or version != _VERSION or (zeros + more).strip(b"\0"):
             return False
-        updates = self._wait_for(flags, stream, held, wait_ms / 1000)
+        upto = last if flags & _LIMITED else None
+        updates = self._wait_for(flags, stream, held, upto, wait_ms / 1000)
         lengths = b"".join(_LENGTH.pack(update.nbytes) for update in updates)
         connection.sendall(_ANSWER.pack(_ANSWER_MAGIC, _VERSION, b"\0", len(updates)) + lengths)
         for update in updates:
@@ -169,23 +173,25 @@ class UpdateServer:
                 connection.sendall(view[at : at + _PIECE_NBYTES])
         return True
 
-    def _wait_for(self, flags: int, stream: bytes, held: int, wait_s: float) -> list[Update]:
-        """The updates that a client needs, once there are some."""
+    def _wait_for(
+        self, flags: int, stream: bytes, held: int, upto: int | None, wait_s: float
+    ) -> list[Update]:
+        """The updates that a client needs, once there are some, or the last one that it wants."""
         found: list[Update] = []
 
         def is_ready() -> bool:
-            found[:] = self._route(flags, stream, held)
-            return bool(found) or self._is_closed
+            found[:] = self._route(flags, stream, held, upto)
+            return self._is_closed or (bool(found) and upto in (None, found[-1].version))
 
         with self._changed:
             self._changed.wait_for(is_ready, wait_s)
         return found
 
-    def _route(self, flags: int, stream: bytes, held: int) -> list[Update]:
+    def _route(self, flags: int, stream: bytes, held: int, upto: int | None) -> list[Update]:
         start: int | None = held if flags & _HOLDS and stream == self._stream else 0
         if flags & _ANCHORED:
             start = None
-        route = set(find_route((kept.entry for kept in self._kept), start))
+        route = set(find_route((kept.entry for kept in self._kept), start, upto))
         chosen = {kept.entry: kept.update for kept in self._kept if kept.entry in route}
         return [chosen[entry] for entry in sorted(chosen, key=lambda entry: entry.number)]
 
@@ -218,12 +224,15 @@ class UpdateClient:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def stage_newest(self, receiver: DeltaReceiver, *, wait: float = 0.0) -> StagedUpdate | None:
+    def stage_newest(
+        self, receiver: DeltaReceiver, *, wait: float = 0.0, upto: int | None = None
+    ) -> StagedUpdate | None:
         """Fetches what brings a receiver to the newest version, and stages it.
 
         Args:
             receiver: the receiver.
             wait: seconds to wait for a newer version.
+            upto: the last version that is wanted, for which it waits; None for the newest.
 
         Returns:
             What `receiver.commit` takes; None if there is nothing newer.
@@ -236,12 +245,17 @@ class UpdateClient:
         """
 
         def fetch(held: int | None) -> list[bytearray]:
-            return self.fetch(receiver.stream_id, held, wait=wait)
+            return self.fetch(receiver.stream_id, held, wait=wait, upto=upto)
 
         return stage_newest(receiver, None, fetch)
 
     def fetch(
-        self, stream: bytes | None, held: int | None, *, wait: float = 0.0
+        self,
+        stream: bytes | None,
+        held: int | None,
+        *,
+        wait: float = 0.0,
+        upto: int | None = None,
     ) -> list[bytearray]:
         """Fetches the updates that lead from a version to the newest one.
 
@@ -249,14 +263,16 @@ class UpdateClient:
             stream: the stream of which a version is held; None for none.
             held: the version; None to begin at an anchor.
             wait: seconds to wait for a newer version.
+            upto: the last version that is wanted, for which it waits; None for the newest.
 
         Raises:
             PeerError, OSError, CorruptionError: as `stage_newest`.
         """
         flags = _HOLDS * (stream is not None) | _ANCHORED * (held is None)
+        flags |= _LIMITED * (upto is not None)
         request = _REQUEST.pack(
             _REQUEST_MAGIC, _VERSION, flags, bytes(2), stream or bytes(16), held or 0,
-            round(wait * 1000), bytes(4),
+            round(wait * 1000), bytes(4), upto or 0,
         )  # fmt: skip
         is_new = self._connection is None
         try:
