@@ -14,12 +14,24 @@ from typing import Any
 
 from benchmarks.wire import links
 
-__all__ = ["Arm", "Report", "Round", "combine", "interleave", "middle", "slowest", "spread"]
+__all__ = [
+    "Arm",
+    "Marks",
+    "Report",
+    "Round",
+    "combine",
+    "interleave",
+    "middle",
+    "now",
+    "slowest",
+    "spread",
+]
 
 Marks = dict[str, float]
 Round = dict[str, Any]
 Report = dict[str, list[Round]]
 Arm = Callable[[], Marks]
+now = time.perf_counter
 
 
 def interleave(
@@ -84,15 +96,18 @@ def combine(reports: Sequence[Report], *, shared: bool) -> dict[str, dict[str, A
         shared: whether all ranks count the bytes of one interface.
 
     Returns:
-        By arm: "seconds" until the slowest rank ends (median, least, greatest), "cpu" (seconds of
-        all ranks together, median), "nbytes" that the interfaces sent, all ranks together (median).
+        By arm: "seconds" from the first rank's beginning until the slowest has ended (median,
+        least, greatest), "cpu" (seconds of all
+        ranks together, median), "nbytes" that the interfaces sent, all ranks together (median).
     """
     out = {}
     for name in reports[0]:
         rounds = list(zip(*(report[name] for report in reports), strict=True))
         total = max if shared else sum
         out[name] = {
-            "seconds": spread([max(r["end"] - r["begin"] for r in ranks) for ranks in rounds]),
+            "seconds": spread(
+                [max(r["end"] for r in ranks) - min(r["begin"] for r in ranks) for ranks in rounds]
+            ),
             "cpu": statistics.median(sum(r["cpu"] for r in ranks) for ranks in rounds),
             "nbytes": statistics.median(total([r["sent"] for r in ranks]) for ranks in rounds),
         }

@@ -5,13 +5,13 @@ normal values, clipped at 1.5: what Adam's steps look like. Masters are fp32, so
 only those change whose master crosses a rounding border; learning rates of 1e-7 to 3e-6 change .5
 to 8 % of the elements.
 
-A trace is a folder of safetensors files with bf16 tensors of the same names and shapes, in the
-order of their names; neighbours are the two sides of an update.
+A trace is a real run of reinforcement learning, which `make rl-trace` makes: for each learning rate
+some of its steps, spread evenly.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -92,53 +92,43 @@ def stand_in(name: str, nbytes: int) -> Update:
     return Update(name, f"stand-in, learning rate {STAND_INS[name]:g}", *flat, shapes)
 
 
-def trace(folder: Path, limit: int | None = None) -> Iterator[Update]:
-    """The updates of a trace, in order.
+def trace(folder: Path, count: int) -> Iterator[Update]:
+    """Updates of a real run: for each learning rate, `count` steps spread evenly.
 
     Args:
-        folder: the trace's files.
-        limit: how many updates, spread evenly over the trace; None for all.
+        folder: of the trace.
+        count: of one learning rate.
 
     Raises:
-        ValueError: the folder has fewer than two files, or neighbours do not fit each other.
+        FileNotFoundError: there is no trace in the folder.
     """
-    files = sorted(folder.glob(f"*{SUFFIX}"))
-    if len(files) < 2:
-        raise ValueError(f"{folder} has {len(files)} files *{SUFFIX}; an update needs two")
-    steps = range(len(files) - 1)
-    chosen = steps if limit is None else steps[:: -(-len(steps) // limit)]
-    for number in chosen:
-        (shapes, base), (after, new) = map(_read, files[number : number + 2])
-        if shapes != after:
-            raise ValueError(f"{files[number]} and its successor hold different tensors")
-        name = files[number + 1].stem
-        yield Update(name, f"trace, {files[number].stem} to {name}", base, new, shapes)
+    run = import_module("benchmarks.data.rl_trace")
+    rates = run.rates(folder)
+    if not rates:
+        raise FileNotFoundError(f"no trace in {folder}; make it with: make rl-trace")
+    for rate in rates:
+        store = run.open_store(folder, rate)
+        last = len(store.names()) - 1
+        for number in range(1, count + 1):
+            step = round(number * last / count)
+            base, new = run.state(store, step - 1), run.state(store, step)
+            shapes = tuple((name, array.shape) for name, array in new.items())
+            name = f"{rate:.0e}, step {step}"
+            yield Update(name, f"trace, learning rate {name}", _units(base), _units(new), shapes)
 
 
 def updates(options: dict[str, Any]) -> Iterator[Update]:
     """The updates that a scenario's options ask for.
 
     Args:
-        options: "densities" (keys of `STAND_INS`), "nbytes" of a stand-in, and "trace", a folder
-            or None, with "trace_updates", how many of its updates.
+        options: "densities" (keys of `STAND_INS`) and "nbytes" of a stand-in; "trace", a folder or
+            None, and "trace_steps" of each of its learning rates.
     """
     for name in options["densities"]:
         yield stand_in(name, options["nbytes"])
     if options.get("trace"):
-        yield from trace(Path(options["trace"]), options["trace_updates"])
+        yield from trace(Path(options["trace"]), options["trace_steps"])
 
 
-def _read(path: Path) -> tuple[tuple[tuple[str, tuple[int, ...]], ...], Units]:
-    raw = path.read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8 : 8 + length])
-    header.pop("__metadata__", None)
-    shapes, parts = [], []
-    for name in sorted(header):
-        entry = header[name]
-        if entry["dtype"] != "BF16":
-            raise ValueError(f"{path}: {name} is {entry['dtype']}; a trace holds BF16 only")
-        first, end = (8 + length + offset for offset in entry["data_offsets"])
-        shapes.append((name, tuple(entry["shape"])))
-        parts.append(np.frombuffer(raw, np.uint16, (end - first) // 2, first))
-    return tuple(shapes), np.concatenate(parts)
+def _units(state: dict[str, NDArray[Any]]) -> Units:
+    return np.concatenate([array.reshape(-1).view(np.uint16) for array in state.values()])
