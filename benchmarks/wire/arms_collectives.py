@@ -4,9 +4,11 @@ An arm is built once for a group and has two methods, values in and values out. 
 a line to `ARMS`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.wire.transport import exchange, exchange_sizes
 
-__all__ = ["ARMS", "Collective", "CollectiveArm"]
+__all__ = ["ARMS", "Collective", "CollectiveArm", "available"]
 
 Bytes = NDArray[np.uint8]
 PIECE = 1 << 20
@@ -44,11 +46,13 @@ class CollectiveArm:
         how: what it is.
         make: builds it for a group and a number of threads.
         ours: whether it is Packhorse's.
+        warm_ups: calls before the first timed one; a way that measures first needs several.
     """
 
     how: str
     make: Callable[[dist.ProcessGroup, int], Collective]
     ours: bool = False
+    warm_ups: int = 1
 
 
 class Whole:
@@ -142,6 +146,25 @@ class ZstdPieces(InPairs):
         return [self._pool.submit(_pack, part) for part in parts]
 
 
+class Packhorse:
+    """`Collectives` of packhorse.wire."""
+
+    def __init__(self, group: dist.ProcessGroup, threads: int, *, choice: str) -> None:
+        wire = import_module("packhorse.wire")
+        self._collectives = wire.Collectives(group, choice=choice, threads=threads, timeout=60)
+        self._world = dist.get_world_size(group)
+
+    def all_to_all(self, source: Tensor) -> Tensor:
+        out = torch.empty_like(source)
+        self._collectives.all_to_all_single(out, source)
+        return out
+
+    def all_gather(self, source: Tensor) -> Tensor:
+        out = source.new_empty(self._world, source.numel())
+        self._collectives.all_gather(out, source)
+        return out.view(-1)
+
+
 ARMS = {
     "raw": CollectiveArm("PyTorch's, in pieces of 1 MiB", Pieces),
     "raw, one piece": CollectiveArm("PyTorch's, in one call", Whole),
@@ -149,7 +172,40 @@ ARMS = {
         "receives and sends between all pairs in pieces of 1 MiB, receives first", InPairs
     ),
     "zstd-1": CollectiveArm("zstd level 1 of each piece, receives first, overlapped", ZstdPieces),
+    "packhorse raw": CollectiveArm(
+        '`Collectives(choice="raw")`', partial(Packhorse, choice="raw"), ours=True
+    ),
+    "packhorse packed": CollectiveArm(
+        '`Collectives(choice="packed")`', partial(Packhorse, choice="packed"), ours=True
+    ),
+    "packhorse": CollectiveArm(
+        "`Collectives()`, which measures both in its first calls and takes the faster",
+        partial(Packhorse, choice="auto"),
+        ours=True,
+        warm_ups=12,
+    ),
 }
+
+
+def available(
+    group: dist.ProcessGroup, threads: int, names: Sequence[str] | None = None
+) -> tuple[dict[str, Collective], dict[str, str]]:
+    """The arms that can run here, built; and for each of the others the reason.
+
+    Args:
+        group: all ranks.
+        threads: that an arm may use.
+        names: those that are wanted; None for all.
+    """
+    arms, absent = {}, {}
+    for name, arm in ARMS.items():
+        if names is not None and name not in names:
+            continue
+        try:
+            arms[name] = arm.make(group, threads)
+        except (ImportError, AttributeError) as reason:
+            absent[name] = str(reason)
+    return arms, absent
 
 
 def _pieces(size: int, itemsize: int = 1) -> list[slice]:

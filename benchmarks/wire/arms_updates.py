@@ -11,19 +11,22 @@ import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 import zstandard
 from numpy.typing import NDArray
 
 from benchmarks.wire.update_data import Units, Update
 
-__all__ = ["ARMS", "PIECE", "Codec", "UpdateArm", "available", "prove"]
+__all__ = ["ARMS", "PIECE", "Codec", "Share", "UpdateArm", "available", "prove"]
 
 Bytes = NDArray[np.uint8]
 Parts = list[Bytes]
+Share = Callable[[Parts], Parts]
 PIECE = 1 << 20
 ZSTD_LEVEL = 1  # of all the projects
 BLOCK = 1 << 22  # bytes that one thread works on
@@ -32,8 +35,12 @@ BLOCK = 1 << 22  # bytes that one thread works on
 class Codec(Protocol):
     """One way to send one update."""
 
-    def prepare(self) -> None:
-        """Return both ends to the state before the update; untimed."""
+    def prepare(self, share: Share) -> None:
+        """Return both ends to the state before the update; untimed.
+
+        Args:
+            share: gives all ranks the buffers of rank 0.
+        """
 
     def encode(self) -> Parts:
         """On the sender: what to send, as buffers of bytes."""
@@ -71,7 +78,7 @@ class _Stateless:
         self._pool = ThreadPoolExecutor(threads)
         self._threads = threads
 
-    def prepare(self) -> None:
+    def prepare(self, share: Share) -> None:
         pass
 
     def _map(self, work: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -325,6 +332,39 @@ class Frames(_Stateless):
         np.copyto(target, staged)
 
 
+class Updates(_Stateless):
+    """`DeltaSender` and `DeltaReceiver`, which have an earlier update behind them."""
+
+    def __init__(
+        self, update: Update, threads: int, target: Units, *, in_place: bool = False
+    ) -> None:
+        super().__init__(update, threads, target)
+        self._updates = import_module("packhorse.wire.updates")
+        self._in_place = in_place
+        self._states = [_state(update, flat) for flat in (update.base, update.new, target)]
+
+    def prepare(self, share: Share) -> None:
+        base, _, target = self._states
+        options = {"threads": self._threads}
+        self._sender = self._updates.DeltaSender(
+            base, anchor_every=None, receivers_have_it=True, **options
+        )
+        self._receiver = self._updates.DeltaReceiver(
+            into=target, in_place=self._in_place, **options
+        )
+        # The first update changes nothing, but both sides know each other and the hashes then.
+        self._receiver.unpack(share([_bytes(bytes(self._sender.pack()))])[0])
+
+    def encode(self) -> Parts:
+        return [_bytes(bytes(self._sender.pack(self._states[1])))]
+
+    def decode(self, parts: Parts) -> Any:
+        return self._receiver.stage(parts[0])
+
+    def apply(self, staged: Any, target: Units) -> None:
+        self._receiver.commit(staged)
+
+
 ARMS = {
     "raw": UpdateArm("the new weights in pieces of 1 MiB", Raw),
     "raw, one piece": UpdateArm("the new weights in one message", Raw, piece=None),
@@ -341,16 +381,35 @@ ARMS = {
     ),
     "zipnn delta": UpdateArm("zipnn's own delta", Zipnn),
     "packhorse frames": UpdateArm("one frame with a base, unpacked and copied", Frames, ours=True),
+    "packhorse updates": UpdateArm(
+        "`DeltaSender`, `DeltaReceiver`; decoded beside the weights", Updates, ours=True
+    ),
+    "packhorse updates, in place": UpdateArm(
+        "the same with `in_place=True`: decoded in the pause, without memory for a second copy",
+        partial(Updates, in_place=True),
+        ours=True,
+    ),
 }
 
 
-def available(names: Sequence[str] | None = None) -> dict[str, UpdateArm]:
-    """The arms that can run here.
+def available(names: Sequence[str] | None = None) -> tuple[dict[str, UpdateArm], dict[str, str]]:
+    """The arms that can run here, and for each of the others the reason.
 
     Args:
         names: those that are wanted; None for all.
     """
-    return {name: arm for name, arm in ARMS.items() if names is None or name in names}
+    arms, absent = {}, {}
+    nothing = Update("", "", np.zeros(2, np.uint16), np.zeros(2, np.uint16), (("w", (2,)),))
+    for name, arm in ARMS.items():
+        if names is not None and name not in names:
+            continue
+        try:
+            arm.make(nothing, 1, nothing.base)
+        except ImportError as reason:
+            absent[name] = str(reason)
+        else:
+            arms[name] = arm
+    return arms, absent
 
 
 def prove(arm: UpdateArm, update: Update, threads: int = 1) -> int:
@@ -365,7 +424,7 @@ def prove(arm: UpdateArm, update: Update, threads: int = 1) -> int:
     """
     target, before = update.base.copy(), update.new.copy()
     codec = arm.make(update, threads, target)
-    codec.prepare()
+    codec.prepare(lambda parts: parts)
     parts = codec.encode()
     staged = codec.decode([part.copy() for part in parts])
     if not np.array_equal(target, update.base):
@@ -374,6 +433,12 @@ def prove(arm: UpdateArm, update: Update, threads: int = 1) -> int:
     if not np.array_equal(target, before) or not np.array_equal(update.new, before):
         raise RuntimeError(f"{arm.how}: {update.name} is not restored bit for bit")
     return sum(part.nbytes for part in parts)
+
+
+def _state(update: Update, flat: Units) -> dict[str, torch.Tensor]:
+    """Named tensors of PyTorch in the memory of a flat array."""
+    values = torch.from_numpy(flat.view(np.int16)).view(torch.bfloat16)
+    return {name: values[first:end].view(shape) for name, shape, first, end in update.spans()}
 
 
 def _compressed(source: Any, threads: int = 0) -> bytes:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.wire.arms_collectives import ARMS, Collective
+from benchmarks.wire.arms_collectives import ARMS, Collective, available
 from benchmarks.wire.collective_data import VALUES
 from benchmarks.wire.rounds import Arm, Marks, combine, interleave
 
@@ -27,12 +27,12 @@ def run(rank: int, world: int, group: dist.ProcessGroup, options: dict[str, Any]
         group: all ranks.
         options: "rounds", "threads", "nbytes" that a rank sends, "arms" (names, or None).
     """
-    wanted = options["arms"] or ARMS
-    arms = {n: a.make(group, options["threads"]) for n, a in ARMS.items() if n in wanted}
+    arms, absent = available(group, options["threads"], options["arms"])
     cases = []
     for name, (kind, make, dtype) in VALUES.items():
         source = make(rank, world, options["nbytes"], dtype)
         calls = _Calls(arms, kind, source, group)
+        calls.warm_up()
         report = interleave(
             calls.arms(),
             options["rounds"],
@@ -42,7 +42,7 @@ def run(rank: int, world: int, group: dist.ProcessGroup, options: dict[str, Any]
         )
         nbytes = source.numel() * source.element_size()
         cases.append({"name": name, "kind": kind, "nbytes": nbytes, "report": report})
-    return {"cases": cases}
+    return {"cases": cases, "absent": absent}
 
 
 class _Calls:
@@ -60,6 +60,11 @@ class _Calls:
             return lambda: self._call(collective)
 
         return {name: one(collective) for name, collective in self._arms.items()}
+
+    def warm_up(self) -> None:
+        for name, collective in self._arms.items():
+            for _ in range(ARMS[name].warm_ups - 1):
+                self._call(collective)
 
     def _call(self, collective: Collective) -> Marks:
         self._found = getattr(collective, self._kind)(self._source)
@@ -84,4 +89,4 @@ def merge(results: Sequence[Mapping[str, Any]], *, shared: bool) -> dict[str, An
         nbytes = sum(result["cases"][number]["nbytes"] for result in results)
         rows = combine(reports, shared=shared)
         cases.append({"name": case["name"], "kind": case["kind"], "nbytes": nbytes, "rows": rows})
-    return {"cases": cases}
+    return {"cases": cases, "absent": results[0]["absent"]}

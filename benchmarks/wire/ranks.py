@@ -1,8 +1,9 @@
 """Start one process for each rank on its end of the links, and collect what they find.
 
 A process runs one function, named "module:function", as `function(rank, world, group, options)`,
-which returns a dict for JSON; `options["device"]` is the interface that connects the ranks. If one of them fails, or none of them ends in time, all are ended, and the error shows
-what the first culprit wrote. Processes also die with the one that started them.
+which returns a dict for JSON; `options["device"]` is the interface that connects the ranks. If a
+rank fails or does not end in time, all are ended, and the error shows what the culprit wrote.
+Processes also die with the one that started them.
 """
 
 import json

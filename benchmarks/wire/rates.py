@@ -1,8 +1,9 @@
 """Scenario: what the links carry, by raw TCP and by gloo.
 
-TCP goes from rank 0 to rank 1 alone. With gloo rank 0 sends to all others (broadcast), and every rank
-to every other (all-to-all); both in pieces of 1 MiB and in one message. The last way is an all-to-all
-of single receives and sends, in which all receives are posted first (see transport.exchange).
+TCP goes from rank 0 to rank 1 alone. With gloo rank 0 sends to all others (broadcast), and every
+rank to every other (all-to-all); both in pieces of 1 MiB and in one message. The last way is an
+all-to-all of single receives and sends, in which all receives are posted first (see
+transport.exchange).
 """
 
 import fcntl

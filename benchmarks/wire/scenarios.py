@@ -7,7 +7,7 @@ named "module:function", so that nothing is imported before it is needed. `optio
 and its table to report.py.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from benchmarks.wire.arms_updates import Codec, UpdateArm, available
+from benchmarks.wire.arms_updates import PIECE, Codec, UpdateArm, available
 from benchmarks.wire.rounds import Arm, Marks, combine, interleave, now, slowest
 from benchmarks.wire.transport import broadcast
 from benchmarks.wire.update_data import Update, updates
@@ -29,7 +29,8 @@ def run(rank: int, world: int, group: dist.ProcessGroup, options: dict[str, Any]
         options: "rounds", "threads", "arms" (names, or None for all), and those of
             update_data.updates.
     """
-    cases = []
+    cases: list[dict[str, Any]] = []
+    absent: dict[str, str] = {}
     for update in updates(options):
         ends = _Ends(rank, group, update, options)
         report = interleave(
@@ -43,7 +44,8 @@ def run(rank: int, world: int, group: dist.ProcessGroup, options: dict[str, Any]
         case = {"name": update.name, "source": update.source, "nbytes": update.new.nbytes}
         case |= {"density": update.density, "byte_density": update.byte_density}
         cases.append(case | {"report": report, "payload": ends.payload})
-    return {"cases": cases}
+        absent = ends.absent
+    return {"cases": cases, "absent": absent}
 
 
 class _Ends:
@@ -54,7 +56,7 @@ class _Ends:
     ) -> None:
         self._rank, self._group, self._update = rank, group, update
         self._target = update.base.copy()
-        self._arms = available(options["arms"])
+        self._arms, self.absent = available(options["arms"])
         self._codecs = {
             name: arm.make(update, options["threads"], self._target)
             for name, arm in self._arms.items()
@@ -69,7 +71,10 @@ class _Ends:
 
     def prepare(self, name: str) -> None:
         np.copyto(self._target, self._update.base)
-        self._codecs[name].prepare()
+        self._codecs[name].prepare(self._share)
+
+    def _share(self, parts: list[Any]) -> list[Any]:
+        return broadcast(parts if self._rank == 0 else None, self._group, piece=PIECE)
 
     def _send(self, name: str, arm: UpdateArm, codec: Codec) -> Marks:
         marks = {}
@@ -111,7 +116,7 @@ def merge(results: Sequence[Mapping[str, Any]], *, shared: bool) -> dict[str, An
             row["payload"] = case["payload"][name]
         known = ("name", "source", "nbytes", "density", "byte_density")
         cases.append({key: case[key] for key in known} | {"rows": rows})
-    return {"cases": cases}
+    return {"cases": cases, "absent": results[0]["absent"]}
 
 
 def _steps(reports: Sequence[Any], name: str) -> dict[str, float | None]:
