@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 __all__ = [
     "RATES",
@@ -90,11 +91,19 @@ class Links:
         rate: the rate that was asked for.
         device: the interface that a rank's connections use, in its namespace.
         namespaces: one for each rank; empty if all ranks use the loopback of this machine.
+        bridge: the namespace of the bridge.
     """
 
     rate: Rate
     device: str
     namespaces: tuple[str, ...] = ()
+    bridge: str = ""
+
+    def dropped(self) -> int:
+        """Packets that were lost so far at all interfaces, because a queue was full."""
+        places = [(name, DEVICE) for name in self.namespaces]
+        places += [(self.bridge, f"port{number}") for number in range(len(self.namespaces))]
+        return sum(int(_queue(device, "-n", name)["drops"]) for name, device in places)
 
     @property
     def is_shared(self) -> bool:
@@ -136,7 +145,7 @@ def connect(world: int, rate: Rate) -> Iterator[Links]:
     bridge, ranks = f"{stem}-b", [f"{stem}-{rank}" for rank in range(world)]
     try:
         _make(bridge, ranks, rate)
-        yield Links(rate, DEVICE, tuple(ranks))
+        yield Links(rate, DEVICE, tuple(ranks), bridge)
     finally:
         for name in (*ranks, bridge):
             _remove(name)
@@ -247,5 +256,10 @@ def sent_nbytes(device: str) -> int:
     """
     if device == LOOPBACK:
         return int(Path(f"/sys/class/net/{device}/statistics/tx_bytes").read_text())
-    found = json.loads(_call("tc", "-s", "-j", "qdisc", "show", "dev", device))
-    return int(found[0]["bytes"])
+    return int(_queue(device)["bytes"])
+
+
+def _queue(device: str, *options: str) -> dict[str, Any]:
+    """The counters of an interface's queue."""
+    found = json.loads(_call("tc", *options, "-s", "-j", "qdisc", "show", "dev", device))
+    return dict(found[0])

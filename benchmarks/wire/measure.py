@@ -151,6 +151,7 @@ def _runs(args: argparse.Namespace, *, shaped: bool) -> Iterator[dict[str, Any]]
                     seconds = time.perf_counter() - begun
                     print(f"{world} ranks, {rate}: {name} took {seconds:.0f} s", flush=True)
                     known = {"world": world, "rate": rate, "bits": links.rate.bits}
+                    known["dropped"] = links.dropped()
                     yield known | {"scenario": name, "result": found}
 
 

@@ -55,18 +55,19 @@ class _Axes:
 
     def __init__(self, cases: Cases, arms: Sequence[str]) -> None:
         reached = [rate for rate, _ in points(cases, RAW)]
-        seconds = [s for arm in arms for _, s in points(cases, arm)]
         self._x = _decades([8 * rate / 1e9 for rate in reached], 1.6)
-        self._y = _decades([1e3 * s for s in seconds], 1.3)
+        seconds = [s for arm in arms for _, s in points(cases, arm)]
+        rates = self.rates()
+        seconds += [line(cases, arm).at(rate) for arm in arms for rate in (rates[0], rates[-1])]
+        self._y = _decades([1e3 * s for s in seconds], 1.1)
 
     def x(self, rate: float) -> float:
         """Place of a rate in bytes a second."""
         return LEFT + (RIGHT - LEFT) * _share(8 * rate / 1e9, self._x)
 
     def y(self, seconds: float) -> float:
-        """Place of a time, inside the picture."""
-        share = min(1.0, max(0.0, _share(1e3 * seconds, self._y)))
-        return BOTTOM - (BOTTOM - TOP) * share
+        """Place of a time."""
+        return BOTTOM - (BOTTOM - TOP) * _share(1e3 * seconds, self._y)
 
     def rates(self) -> list[float]:
         """Rates over the whole axis, in bytes a second."""

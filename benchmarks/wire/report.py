@@ -44,7 +44,7 @@ by hand.
 
 - Each rank is a process in a network namespace of its own. Virtual links and a bridge connect them,
   and a token bucket (`tc tbf`) holds both directions of each link to the rate. Latency is that of
-  the machine. TCP uses CUBIC, and no packet is dropped.
+  the machine. TCP uses CUBIC, and queues are long, so that no packet is lost.
 - All ways take turns, round by round. Every result is compared bit for bit after every run, and
   before the first timed one. Times are from the first rank's beginning until the slowest rank has
   ended: median, and in brackets the least and the greatest.
@@ -55,10 +55,10 @@ by hand.
 - Rivals are made again from their sources, vectorised, with as many threads as ours.
 """
 
-UPDATES_TEXT = """A trainer sends the difference of two states of the weights to all others, one step
-after the other: encode, wire (gloo's broadcast in pieces of 1 MiB), decode, apply. Decoding goes
-on beside the old weights ("background"), applying needs them to be still ("pause"). Steps are those
-at {reference}, medians of the slowest rank."""
+UPDATES_TEXT = """A trainer sends the difference of two states of the weights to all others, one
+step after the other: encode, wire (gloo's broadcast in pieces of 1 MiB), decode, apply. Decoding
+goes on beside the old weights ("background"), applying needs them to be still ("pause"). Steps are
+those at {reference}, medians of the slowest rank."""
 
 CROSSOVER_TEXT = """Above this rate of the wire, raw is ahead: bytes saved over the seconds that
 packing takes more than raw. The rate is what raw reached, not what was set. In brackets: at how
@@ -111,6 +111,7 @@ def _conditions(result: Result) -> str:
     packages = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     before, after = result["core_scaling"]
     shaped = result["not_shaped"]
+    dropped = sum(run["dropped"] for run in result["runs"])
     return (
         f"Measured on {result['date']}, {result['rounds']} rounds. {m['cpu']} "
         f"(family/model/stepping {m['family_model_stepping']}), {m['cores']} cores, "
@@ -120,6 +121,7 @@ def _conditions(result: Result) -> str:
         f"{result['load_after']:.1f} after.\n"
         f"Two threads of SHA-256 in the cache did {before:.2f} times the work of one before, and "
         f"{after:.2f} after."
+        + f"\nAll interfaces together dropped {dropped} packets."
         + (f"\nThe links are not shaped, all ranks used the loopback: {shaped}." if shaped else "")
     )
 
