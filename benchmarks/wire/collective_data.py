@@ -56,10 +56,11 @@ def _lookups(cardinality: int, batch: int, dtype: torch.dtype, seed: int) -> Ten
     n_rows = min(cardinality, CAP)
     chance = np.arange(1, n_rows + 1) ** -ALPHA
     ids = rng.choice(n_rows, batch, p=chance / chance.sum())
-    share = np.log1p(chance * n_rows) / np.log1p(n_rows)
-    sigma = LEAST_SIGMA + (GREATEST_SIGMA - LEAST_SIGMA) * share
-    table = rng.standard_normal((n_rows, WIDTH), np.float32) * sigma[:, None].astype(np.float32)
-    return torch.from_numpy(table[ids]).to(dtype)
+    asked, inverse = np.unique(ids, return_inverse=True)
+    share = np.log1p(chance[asked] * n_rows) / np.log1p(n_rows)
+    sigma = (LEAST_SIGMA + (GREATEST_SIGMA - LEAST_SIGMA) * share).astype(np.float32)
+    found = rng.standard_normal((asked.size, WIDTH), np.float32) * sigma[:, None]
+    return torch.from_numpy(found[inverse]).to(dtype)
 
 
 def weights(rank: int, world: int, nbytes: int, dtype: torch.dtype) -> Tensor:

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from benchmark_modules import import_afresh
 
+# A package that zipnn imports uses it.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 ARMS = (
     *("raw", "raw, one piece", "zstd-1", "XOR + zstd-1", "gaps + XOR + zstd-1"),
     *("COO + zstd-1", "int32 + values", "zipnn delta", "packhorse frames", "packhorse updates"),
