@@ -26,7 +26,7 @@ from benchmarks.codecs import peers
 from benchmarks.codecs.measure import keep
 from benchmarks.common import machine
 from benchmarks.common.process import code_path, restart
-from benchmarks.wire import arms_collectives, arms_updates, report
+from benchmarks.wire import arms_collectives, arms_updates, fsdp, report
 from benchmarks.wire.links import RATES, Links, connect, loopback, obstacle
 from benchmarks.wire.scenarios import SCENARIOS, Settings, measure
 from benchmarks.wire.update_data import STAND_INS
@@ -127,6 +127,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         "arms": {
             "updates": {name: arm.how for name, arm in arms_updates.ARMS.items()},
             "collectives": {name: arm.how for name, arm in arms_collectives.ARMS.items()},
+            "fsdp": {name: arm.how for name, arm in fsdp.ARMS.items()},
         },
         "rounds": args.rounds,
         "not_shaped": reason,

@@ -133,7 +133,7 @@ def _labels(axes: _Axes, cases: Cases, arms: Sequence[str], ours: str) -> Iterat
     """Names at the right ends of the lines, pushed apart where they would touch."""
     last = axes.rates()[-1]
     wanted = sorted((axes.y(line(cases, arm).at(last)), arm) for arm in arms)
-    at = TOP - LABEL_STEP
+    at: float = TOP - LABEL_STEP
     placed = []
     for y, arm in wanted:
         at = max(y + 5, at + LABEL_STEP)

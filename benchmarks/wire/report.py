@@ -21,6 +21,7 @@ PICTURE = NAME
 OUR_UPDATES = ("packhorse updates", "packhorse frames")
 OUR_COLLECTIVES = ("packhorse",)
 OURS = "packhorse"
+PLAIN = "plain"
 BEST_RAW = "raw, receives first"
 REFERENCE = "1G"  # steps are shown at this rate
 DRAWN = (
@@ -33,7 +34,7 @@ STEPS = (
     *(("pause", "apply"), ("processor", "cpu")),
 )
 NOT_OF_RAW = ("encode", "decode")  # it has none of these steps
-NEVER_BELOW, SLOW_GAIN = 0.98, 1.4
+NEVER_BELOW, SLOW_GAIN, FSDP_GAIN = 0.98, 1.4, 1.25
 SLOW = ("100M",)
 FASTEST_AT = ("100M", "1G", "5G")
 
@@ -260,15 +261,46 @@ def _collective_table(result: Result, rates: Mapping[str, Row]) -> Iterator[str]
         yield _line(_own(name), cells)
 
 
+def _fsdp(result: Result) -> str:
+    found = _cases(result, "fsdp")
+    if not found:
+        return "Not in this run."
+    lines = [
+        "A small language model, AdamW. Weights travel in bf16, for the forward and again for the "
+        "backward pass, and gradients in bf16; the weights are random, so that they pack as real "
+        "ones do. “Same bits”: after every step all weights are those of plain FSDP2."
+    ]
+    for (world, _), rates in found.items():
+        case = rates[_reference(rates)]
+        heads = ["at the interface, MB", "processor, ms", "busy", "same bits"]
+        heads += [head for rate in rates for head in (f"{rate}: ms a step", "times plain")]
+        lines += ["", f"### {world} ranks, {case['parameters'] / 1e6:.1f} million parameters", ""]
+        lines += [_line("way", heads), _rule(len(heads))]
+        for name, row in case["rows"].items():
+            same = all(at["rows"][name]["equal"] for at in rates.values())
+            cells = [
+                _mb(row["nbytes"]),
+                _ms(row["cpu"]),
+                _busy(result, row),
+                "yes" if same else "no",
+            ]
+            for at in rates.values():
+                times = _times(at["rows"], name, PLAIN) if PLAIN in at["rows"] else 1.0
+                cells += [_spread(at["rows"][name]["seconds"]), f"{times:.2f}"]
+            lines.append(_line(_own(name), cells))
+    return "\n".join(lines)
+
+
 SECTIONS: dict[str, tuple[str, Callable[[Result], str]]] = {
     "updates": ("Weight updates", _updates),
     "collectives": ("Collectives without loss", _collectives),
+    "fsdp": ("A training step under FSDP2", _fsdp),
 }
 
 
 def targets(result: Result) -> str:
     """A table of the targets and whether they are met; empty where nothing was measured."""
-    rows = [*_update_targets(result), *_collective_targets(result)]
+    rows = [*_update_targets(result), *_collective_targets(result), *_fsdp_targets(result)]
     lines = ["| target | measured | limit | |", "|---|--:|--:|---|"]
     for words, value, limit, met in rows:
         lines.append(f"| {words} | {value} | {limit} | {'met' if met else 'MISSED'} |")
@@ -326,6 +358,16 @@ def _collective_targets(result: Result) -> Iterator[tuple[str, str, str, bool]]:
         yield words, f"{min(slow):.2f}", f">= {SLOW_GAIN}", min(slow) >= SLOW_GAIN
 
 
+def _fsdp_targets(result: Result) -> Iterator[tuple[str, str, str, bool]]:
+    for (world, _), rates in _cases(result, "fsdp").items():
+        rows = rates.get(REFERENCE, {}).get("rows", {})
+        ours = _ours(rows, OUR_COLLECTIVES)
+        if ours is not None and PLAIN in rows:
+            gain = _times(rows, ours, PLAIN)
+            words = f"FSDP2 step, bf16, {world} ranks, 1 Gb/s: times plain"
+            yield words, f"{gain:.2f}", f">= {FSDP_GAIN}", gain >= FSDP_GAIN
+
+
 def losses(result: Result) -> str:
     """Every figure in which a rival is ahead of ours, as a list."""
     lines = [*_update_losses(result), *_collective_losses(result)]
@@ -348,7 +390,10 @@ def _update_losses(result: Result) -> Iterator[str]:
 
 
 def _collective_losses(result: Result) -> Iterator[str]:
-    for (world, name), rates in _cases(result, "collectives").items():
+    found = _cases(result, "collectives") | {
+        (world, "FSDP2 step"): rates for (world, _), rates in _cases(result, "fsdp").items()
+    }
+    for (world, name), rates in found.items():
         for rate, case in rates.items():
             ours = _ours(case["rows"], OUR_COLLECTIVES)
             if ours is None:

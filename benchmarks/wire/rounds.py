@@ -62,7 +62,7 @@ def interleave(
     names = list(arms)
     report: Report = {name: [] for name in names}
     for number in range(rounds + 1):
-        shift = number % len(names)
+        shift = number % max(1, len(names))
         for name in (*names[shift:], *names[:shift]):
             prepare(name)
             found = _once(arms[name], device, barrier)

@@ -79,6 +79,10 @@ def _collective_options(settings: Settings, links: Links) -> dict[str, Any]:
     return {key: getattr(settings, key) for key in keys}
 
 
+def _fsdp_options(settings: Settings, links: Links) -> dict[str, Any]:
+    return {key: getattr(settings, key) for key in ("rounds", "nbytes", "arms")}
+
+
 def _rate_options(settings: Settings, links: Links) -> dict[str, Any]:
     return {"nbytes": _link_nbytes(links)}
 
@@ -87,6 +91,7 @@ SCENARIOS = {
     "rates": _module("rates", "what the links carry", _rate_options),
     "updates": _module("updates", "weight updates, trainer to workers", _update_options),
     "collectives": _module("collectives", "collectives without loss", _collective_options),
+    "fsdp": _module("fsdp", "a training step under FSDP2", _fsdp_options),
 }
 
 
@@ -103,12 +108,15 @@ def measure(
         timeout: seconds until all ranks are ended.
 
     Returns:
-        What its `merge` returns.
+        What its `merge` returns, without the cases in which none of the chosen arms takes part.
     """
     scenario = SCENARIOS[name]
     options = scenario.options(settings, links)
     results = launch(links, scenario.run, options, world=world, timeout=timeout)
-    return _function(scenario.merge)(results, shared=links.is_shared)
+    found = _function(scenario.merge)(results, shared=links.is_shared)
+    if "cases" in found:
+        found["cases"] = [case for case in found["cases"] if case["rows"]]
+    return found
 
 
 def _function(name: str) -> Callable[..., dict[str, Any]]:

@@ -88,8 +88,8 @@ def stand_in(name: str, nbytes: int) -> Update:
     masters += step
     new = masters.astype(ml_dtypes.bfloat16)
     shapes = tuple((f"layers.{i}.weight", MATRIX) for i in range(count))
-    flat = [array.reshape(-1).view(np.uint16) for array in (base, new)]
-    return Update(name, f"stand-in, learning rate {STAND_INS[name]:g}", *flat, shapes)
+    old, after = (array.reshape(-1).view(np.uint16) for array in (base, new))
+    return Update(name, f"stand-in, learning rate {STAND_INS[name]:g}", old, after, shapes)
 
 
 def trace(folder: Path, count: int) -> Iterator[Update]:

@@ -18,7 +18,7 @@ MB = 1_000_000
 @pytest.fixture(scope="module")
 def wire() -> Iterator[dict[str, ModuleType]]:
     """The modules that make tables and run scenarios."""
-    names = ("crossover", "links", "measure", "report", "rounds", "scenarios")
+    names = ("crossover", "fsdp", "links", "measure", "report", "rounds", "scenarios")
     with import_afresh(*(f"wire.{name}" for name in names)) as modules:
         yield {name.partition(".")[2]: module for name, module in modules.items()}
 
@@ -205,6 +205,29 @@ def test_collectives_on_the_loopback_agree(wire: dict[str, ModuleType]) -> None:
     for case in found["cases"]:
         assert {"raw", "raw, one piece", "raw, receives first", "zstd-1"} <= set(case["rows"])
         assert case["rows"]["zstd-1"]["seconds"][0] > 0
+
+
+def test_steps_of_fsdp_keep_the_bits(wire: dict[str, ModuleType], result: dict[str, Any]) -> None:
+    settings = wire["scenarios"].Settings(rounds=1, nbytes=1, threads=1, densities=())
+    with wire["links"].loopback() as links:
+        found = wire["scenarios"].measure("fsdp", links, 2, settings, timeout=120)
+    (case,) = found["cases"]
+    assert set(case["rows"]) == {*wire["fsdp"].ARMS} - {*found["absent"]}
+    assert all(row["equal"] for row in case["rows"].values())
+    known = {"world": 2, "rate": "1G", "bits": 10**9, "dropped": 0, "scenario": "fsdp"}
+    result["runs"] = [known | {"result": json.loads(json.dumps(found))}]
+    text = wire["report"].document(result)
+    assert "### 2 ranks, 1.3 million parameters" in text
+    assert re.search(r"\| plain \| .* \| yes \| [^|]* \| 1\.00 \|", text)
+
+
+def test_a_scenario_without_any_chosen_arm_has_no_table(
+    wire: dict[str, ModuleType], result: dict[str, Any]
+) -> None:
+    for run in result["runs"]:
+        if run["scenario"] != "rates":
+            run["result"]["cases"] = []
+    assert wire["report"].document(result).count("Not in this run.") == 4
 
 
 def test_document_is_what_the_kept_figures_give(wire: dict[str, ModuleType]) -> None:
