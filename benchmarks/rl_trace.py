@@ -133,19 +133,19 @@ def _make(folder: Path, rates: list[float], n_steps: int) -> None:
 
 def _dry_run(rates: list[float], n_steps: int) -> None:
     """Do two steps of each kind in a folder that is removed, and say what the whole run needs."""
-    recipe, times = Pretraining(steps=TRIAL_STEPS), [time.perf_counter()]
+    recipe, times = Pretraining(steps=TRIAL_STEPS), [time.process_time()]
     corpus = _corpus(recipe.shape.vocabulary)
     with tempfile.TemporaryDirectory() as name:
-        times.append(time.perf_counter())
+        times.append(time.process_time())
         weights = pretrain(recipe, corpus, Path(name))
-        times.append(time.perf_counter())
+        times.append(time.process_time())
         tune(
             *(Tuning(), rates[0], TRIAL_STEPS, Path(name)),
             corpus=corpus,
             shape=recipe.shape,
             weights=weights,
         )
-        times.append(time.perf_counter())
+        times.append(time.process_time())
     numel = sum(weight.numel() for weight in weights.values())
     learning, tuning = ((b - a) / TRIAL_STEPS for a, b in pairwise(times[1:]))
     minutes = [Pretraining().steps * learning / 60, n_steps * tuning / 60]

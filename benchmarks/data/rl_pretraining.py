@@ -45,11 +45,11 @@ class Pretraining:
     """
 
     shape: ModelShape = field(default_factory=ModelShape)
-    steps: int = 900
+    steps: int = 600
     batch: int = 8
     context: int = 128
     warm_up: int = 50
-    cool_down: int = 300
+    cool_down: int = 200
     peak_rate: float = 1.5e-3
     save_every: int = 50
     seed: int = 20251125

@@ -47,7 +47,7 @@ class Tuning:
     """
 
     word: str = "return"
-    prompts: int = 6
+    prompts: int = 4
     group: int = 8
     n_prompt: int = 8
     n_new: int = 24
