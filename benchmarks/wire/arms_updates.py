@@ -373,7 +373,7 @@ ARMS = {
         "zstd level 1 of the XOR, as slime, miles and SkyRL; blocks of 4 MiB", XorZstd
     ),
     "gaps + XOR + zstd-1": UpdateArm("as NeMo-RL: u16 gaps and XORs under zstd-1", GapsXorZstd),
-    "COO + zstd-1": UpdateArm(
+    "rows, columns + zstd-1": UpdateArm(
         "as PULSE (grail 3.1): u8 rows, u16 columns and values under zstd-1", CooZstd
     ),
     "int32 + values": UpdateArm(

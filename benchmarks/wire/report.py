@@ -25,7 +25,14 @@ PLAIN = "plain"
 BEST_RAW = "raw, receives first"
 REFERENCE = "1G"  # steps are shown at this rate
 DRAWN = (
-    *(RAW, "zstd-1", "XOR + zstd-1", "gaps + XOR + zstd-1", "COO + zstd-1", "int32 + values"),
+    *(
+        RAW,
+        "zstd-1",
+        "XOR + zstd-1",
+        "gaps + XOR + zstd-1",
+        "rows, columns + zstd-1",
+        "int32 + values",
+    ),
     "zipnn delta",
 )
 DRAWN_DENSITY, DRAWN_WORLD = "1.2", 2
