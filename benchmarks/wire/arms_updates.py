@@ -468,7 +468,7 @@ def _u32(value: int) -> bytes:
 
 
 def _columns(shape: Sequence[int]) -> int:
-    """Elements of a row of the two-dimensional view that COO uses."""
+    """Elements of a row of the two-dimensional view of a tensor."""
     return max(1, int(np.prod(shape[1:], dtype=np.int64)))
 
 
