@@ -373,7 +373,7 @@ ARMS = {
         "zstd level 1 of the XOR, as slime, miles and SkyRL; blocks of 4 MiB", XorZstd
     ),
     "gaps + XOR + zstd-1": UpdateArm("as NeMo-RL: u16 gaps and XORs under zstd-1", GapsXorZstd),
-    "COO + zstd-1": UpdateArm(
+    "rows, columns + zstd-1": UpdateArm(
         "as PULSE (grail 3.1): u8 rows, u16 columns and values under zstd-1", CooZstd
     ),
     "int32 + values": UpdateArm(
@@ -468,7 +468,7 @@ def _u32(value: int) -> bytes:
 
 
 def _columns(shape: Sequence[int]) -> int:
-    """Elements of a row of the two-dimensional view that COO uses."""
+    """Elements of a row of the two-dimensional view of a tensor."""
     return max(1, int(np.prod(shape[1:], dtype=np.int64)))
 
 

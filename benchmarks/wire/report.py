@@ -25,7 +25,14 @@ PLAIN = "plain"
 BEST_RAW = "raw, receives first"
 REFERENCE = "1G"  # steps are shown at this rate
 DRAWN = (
-    *(RAW, "zstd-1", "XOR + zstd-1", "gaps + XOR + zstd-1", "COO + zstd-1", "int32 + values"),
+    *(
+        RAW,
+        "zstd-1",
+        "XOR + zstd-1",
+        "gaps + XOR + zstd-1",
+        "rows, columns + zstd-1",
+        "int32 + values",
+    ),
     "zipnn delta",
 )
 DRAWN_DENSITY, DRAWN_WORLD = "1.2", 2
@@ -202,24 +209,21 @@ def _update_table(result: Result, rates: Mapping[str, Row]) -> Iterator[str]:
 
 
 def _crossovers(found: Mapping[tuple[int, str], Mapping[str, Row]]) -> Iterator[str]:
-    keys = list(found)
-    rows = next(iter(next(iter(found.values())).values()))["rows"]
+    rows = _any(next(iter(found.values())))["rows"]
     arms = [arm for arm in rows if not arm.startswith(RAW)]
     if RAW not in rows or not arms:
         return
     yield CROSSOVER_TEXT
     yield ""
-    yield _line(
-        "Gb/s", [f"{100 * _any(found[key])['density']:.1f} %, {key[0]} ranks" for key in keys]
-    )
-    yield _rule(len(keys))
-    for arm in arms:
+    yield _line("Gb/s; ranks, changed", [_own(arm) for arm in arms])
+    yield _rule(len(arms))
+    for (world, _), rates in found.items():
         cells = []
-        for key in keys:
-            at = crossover(list(found[key].values()), arm)
+        for arm in arms:
+            at = crossover(list(rates.values()), arm)
             words = "never" if at.rate is None else f"{8 * at.rate / 1e9:.2f}"
             cells.append(f"{words} ({at.agrees} of {at.total})")
-        yield _line(_own(arm), cells)
+        yield _line(f"{world}, {100 * _any(rates)['density']:.2f} %", cells)
 
 
 def _collectives(result: Result) -> str:

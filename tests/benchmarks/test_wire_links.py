@@ -155,7 +155,7 @@ def test_ranks_that_do_not_end_are_ended(
     words = r"ranks \[0\] did not end in 8 s"
     with wire["links"].loopback() as links, pytest.raises(wire["ranks"].RankError, match=words):
         wire["ranks"].launch(links, "wire_functions:hang", options, world=1, timeout=8)
-    assert _children() == before
+    assert _children() <= before
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])

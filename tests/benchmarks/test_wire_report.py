@@ -141,7 +141,7 @@ def test_document_has_all_columns(wire: dict[str, ModuleType], result: dict[str,
     assert cells[1:8] == ["0.5", "60.0", "0.525", "20.0", "4.00", "10.0", "1.00"]
     assert cells[8:10] == ["30.0", "43 %"]
     assert cells[10:12] == ["71.0 (63.9-142)", "35.0 (31.5-70.0)"]
-    assert "| **packhorse updates** | 7.87 (4 of 4) |" in text
+    assert "| 2, 1.20 % | 19.33 (4 of 4) | 7.87 (4 of 4) |" in text
     assert "| 2, no limit | 40.000 |" in text
     assert "- `packhorse raw`: ours. Not measured: no module." in text
     assert "All interfaces together dropped 0 packets." in text
