@@ -416,6 +416,19 @@ struct DecodeWorker {
     }
 };
 
+// Checks the bytes of chunk `index` that are outside of its streams.
+inline Status check_around(const EncodedTensor& tensor, std::size_t index, bool check_crc,
+                           Isa isa) {
+    const uint8_t* const chunk = tensor.chunk(index);
+    const std::size_t nbytes = tensor.nbytes_of(index);
+    const uint32_t* const row = tensor.row(index);
+    if (check_crc && crc32c(chunk, nbytes, isa) != row[0]) return Status::kChecksum;
+    const uint8_t* const padding = chunk + stream_sum(row + 1, tensor.geometry.spec.n_planes);
+    return std::all_of(padding, chunk + nbytes, [](uint8_t byte) { return byte == 0; })
+               ? Status::kOk
+               : Status::kReserved;
+}
+
 // Checks the bytes of chunk `index` that are outside of its streams, then decodes it to `dst`.
 inline Status decode_checked(const EncodedTensor& tensor, std::size_t index, bool check_crc,
                              bool past_cache, DecodeScratch& scratch, DecodeWorker& worker,
@@ -431,10 +444,8 @@ inline Status decode_checked(const EncodedTensor& tensor, std::size_t index, boo
         copy_with_crc(chunk, nbytes, dst, crc, past_cache, isa);
         return ~crc == row[0] ? Status::kOk : Status::kChecksum;
     }
-    if (check_crc && crc32c(chunk, nbytes, isa) != row[0]) return Status::kChecksum;
-    const uint8_t* const padding = chunk + stream_sum(row + 1, spec.n_planes);
-    if (!std::all_of(padding, chunk + nbytes, [](uint8_t byte) { return byte == 0; }))
-        return Status::kReserved;
+    const Status around = check_around(tensor, index, check_crc, isa);
+    if (around != Status::kOk) return around;
     const std::size_t n = tensor.geometry.units_of(index);
     const std::size_t first = index * tensor.geometry.chunk_units;
     if (descriptor_mode(row[1]) == Mode::kSparseDelta)
