@@ -90,9 +90,7 @@ inline std::vector<PlaneEstimate> encode_some(const uint8_t* src, const Geometry
     }
     uint8_t* const tails = digests + n_digests;
     std::vector<uint32_t> table(part.n_chunks() * part.row_length());
-    const EncodeOutput output{bases + row,
-                              table.data(),
-                              {digests, tails}};
+    const EncodeOutput output{bases + row, table.data(), {digests, tails}};
     encode_tensor(units, part, context, output, 1, isa);
     std::vector<PlaneEstimate> estimates(part.spec.n_planes, {Mode::kConstant, 0});
     std::vector<std::size_t> largest(part.spec.n_planes);

@@ -135,7 +135,8 @@ struct EncodeContext {
     Level level = Level::kDefault;
     SideData side = {};
     Base base = {};
-    std::size_t plain_nbytes = 0;  // bytes of the whole tensor without the base
+    std::size_t plain_nbytes = 0;         // bytes of the whole tensor without the base
+    Mode last_mode = Mode::kSparseDelta;  // chunks have no later mode
 };
 
 // Where the encoder of a tensor writes.
@@ -191,15 +192,14 @@ inline uint32_t encode_from_base(const EncodeJob& job, const Geometry& geometry,
         take_in_base(base, job.first, job.n, unit, worker.delta.base, leaves, isa);
     const std::size_t plain = scale_bytes(context.plain_nbytes, job.n, geometry.n_units);
     std::size_t nbytes = 0;
-    switch (encode_sparse(job.src, units, job.n, unit, base.is_float, job.leaves, plain,
-                          context.level, worker.delta, to, nbytes, isa)) {
-        case SparseOutcome::kEqual:
-            return make_descriptor(Mode::kDelta, 0);
-        case SparseOutcome::kCoded:
-            return make_descriptor(Mode::kSparseDelta, nbytes);
-        default:
-            break;
-    }
+    SparseOutcome outcome = SparseOutcome::kCopied;
+    if (context.last_mode >= Mode::kSparseDelta)
+        outcome = encode_sparse(job.src, units, job.n, unit, base.is_float, job.leaves, plain,
+                                context.level, worker.delta, to, nbytes, isa);
+    else
+        take_in(job.src, job.n * unit, worker.delta.source, job.leaves, isa);
+    if (outcome == SparseOutcome::kEqual) return make_descriptor(Mode::kDelta, 0);
+    if (outcome == SparseOutcome::kCoded) return make_descriptor(Mode::kSparseDelta, nbytes);
     const bool pays = encode_delta(worker.delta.source, units, job.n, unit, base.is_float, plain,
                                    context.level, worker.delta, worker.scratch.words,
                                    worker.scratch.escapes, *worker.scratch.tables, to, nbytes, isa);

@@ -76,10 +76,16 @@ class Base:
     def cast(self) -> int: ...
 
 class EncodeContext:
-    """What the encoder of a tensor is told beside the tensor."""
+    """What the encoder of a tensor is told beside the tensor. Chunks of differences have no mode
+    after `last_mode`."""
 
     def __init__(
-        self, level: int, side: Side | None, base: Base | None, plain_nbytes: int
+        self,
+        level: int,
+        side: Side | None,
+        base: Base | None,
+        plain_nbytes: int,
+        last_mode: int = 7,
     ) -> None: ...
 
 class EncodeOutput:
