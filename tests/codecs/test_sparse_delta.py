@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from packhorse import CorruptionError
 from packhorse.errors import BaseMismatchError, PackhorseError
 from packhorse.frame import Frame, compress_buffer, content_hash, plan_buffer
+from packhorse.gpu.plans import why_unsupported
 from packhorse.layout import DTYPES, Mode
 from packhorse.reference import decode_frame
 
@@ -196,6 +197,12 @@ def test_the_density_of_a_chunk_chooses_its_mode(share: float, wanted: int) -> N
     assert modes(frame) == {Mode(wanted)}
     assert frame.to_bytes()[4] == (2 if wanted == 7 else 1)
     check(frame, new, old)
+
+
+def test_kernels_leave_such_frames_to_the_host() -> None:
+    old, new = sparse_pair("BF16", 5000, 0.01)
+    header = pack(new, old, "BF16").header
+    assert why_unsupported(header.table, header.geometry) == "a plane of mode sparse_delta"
 
 
 def test_each_chunk_chooses_by_its_own_counts() -> None:
