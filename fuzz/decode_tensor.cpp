@@ -6,6 +6,7 @@
 // otherwise, because few inputs would have correct ones. The payload is cut, or filled with zeros,
 // to the length that the table declares.
 #include "common.hpp"
+#include "tensor/patch.hpp"
 
 namespace packhorse::fuzz {
 namespace {
@@ -64,6 +65,37 @@ void compare(const EncodedTensor& tensor, const Choices& choices, std::size_t st
           "a range is a part of the whole");
 }
 
+// Patching the base in place must give the tensor, or leave the base as it was; and the list of
+// changes must have exactly the units that differ.
+void compare_patch(const EncodedTensor& tensor, const Buffer& base, const Choices& choices) {
+    const uint32_t unit = tensor.geometry.spec.unit_nbytes;
+    if (tensor.base.units == nullptr || tensor.base.cast != Cast::kNone) return;
+    const std::size_t nbytes = tensor.geometry.nbytes();
+    Buffer whole(nbytes, 0xA5), target(nbytes);
+    std::copy_n(base.data(), nbytes, target.data());
+    EncodedTensor onto = tensor;
+    onto.base.units = target.data();
+    const bool good =
+        decode_tensor(tensor, 0, whole.data(), nbytes, true, 1, Isa::kPortable).status ==
+        Status::kOk;
+    const DecodeResult patched = patch_tensor(onto, target.data(), choices.threads, choices.isa);
+    claim(good == (patched.status == Status::kOk), "a tensor that decodes is a patch");
+    claim(target.equals(good ? whole : base), "a patch makes the tensor, or nothing");
+    std::vector<ChunkChanges> changes;
+    const DecodeResult listed = list_changes(tensor, choices.threads, choices.isa, changes);
+    claim(good == (listed.status == Status::kOk), "a tensor that decodes has changes");
+    for (std::size_t chunk = 0; good && chunk < changes.size(); ++chunk)
+        for (std::size_t i = 0; i < changes[chunk].places.size(); ++i) {
+            const std::size_t at = chunk * tensor.geometry.chunk_nbytes() +
+                                   std::size_t{changes[chunk].places[i]} * unit;
+            const uint8_t* const value = changes[chunk].units.data() + i * unit;
+            claim(std::memcmp(value, whole.data() + at, unit) == 0, "changes have new units");
+            claim(std::memcmp(value, base.data() + at, unit) != 0, "only changes are listed");
+            claim(i == 0 || changes[chunk].places[i - 1] < changes[chunk].places[i],
+                  "changes ascend");
+        }
+}
+
 void run(Input input) {
     const Choices choices(input);
     const Cut cut(input);
@@ -91,6 +123,7 @@ void run(Input input) {
                                payload.data(), table.data(), offsets};
     seal(tensor, table.data(), payload.data(), choices);
     compare(tensor, choices, start, stop);
+    if (!choices.skip_crc) compare_patch(tensor, base.values(), choices);
 }
 
 }  // namespace

@@ -28,9 +28,11 @@ def main(data: bytes) -> None:
     careless = decode(read, base, check=False, threads=1)
     if whole is None:
         assert fails(lambda: read.verify(base=base)), "a frame that does not decode was verified"
+        check_refused_patch(read, base)
         return
     assert read.base_hash is None or decode(read, None, check=True, threads=1) is None
     assert careless == whole, "without its checksums a good frame decodes to other bytes"
+    check_patch(read, base, whole)
     compare_part(read, base, whole, control)
     fails(lambda: read.verify(base=base))
 
@@ -60,6 +62,36 @@ def compare_part(read: Frame, base: bytes | None, whole: bytes, control: int) ->
     part = bytearray(stop - start)
     read.decompress_into(part, start=start, stop=stop, threads=1, base=base)
     assert part == whole[start:stop], "a range differs from the whole"
+
+
+def can_patch(read: Frame, base: bytes | None) -> bool:
+    """Whether the memory of the base may become the tensor."""
+    return read.base_dtype == read.dtype and base is not None
+
+
+def check_patch(read: Frame, base: bytes | None, whole: bytes) -> None:
+    """Patch the base in place, and put the list of changes into it."""
+    if not can_patch(read, base):
+        return
+    target = bytearray(base)
+    read.patch_into(target, threads=2)
+    assert target == whole, "a patched base differs from the tensor"
+    indices, values = read.changes(base, threads=2)
+    units = np.frombuffer(bytearray(base), values.dtype)
+    assert (units[indices] != values).all(), "an unchanged unit is listed"
+    assert (np.diff(indices.astype(np.int64)) > 0).all(), "changes do not ascend"
+    units[indices] = values
+    assert units.tobytes() == whole, "the changes do not make the tensor"
+
+
+def check_refused_patch(read: Frame, base: bytes | None) -> None:
+    """A frame that does not decode must leave its target as it was."""
+    if not can_patch(read, base):
+        return
+    target = bytearray(base)
+    assert fails(lambda: read.patch_into(target)), "a bad frame was used as a patch"
+    assert target == base, "a bad frame changed its target"
+    assert fails(lambda: read.changes(base)), "a bad frame has changes"
 
 
 def fails(work: object) -> bool:

@@ -50,6 +50,7 @@ Seeds = Iterator[tuple[str, bytes]]
 _N_UNITS = 384  # coded streams begin to pay at about this length
 _CHUNK_LOG = 9
 _MAX_LIE_NBYTES = 1024
+_FEW = 0.05  # the scale of a step that changes few units
 _DELTA_DTYPES = ("U8", "I16", "I32", "I64", "BF16", "F16", "F32", "F64", "F8_E4M3")
 
 
@@ -177,7 +178,7 @@ def seed_frames() -> Iterator[tuple[str, Frame]]:
             continue
         # With the base that harness.py makes for every frame.
         base = (0x3C00 + 3 * np.arange(700 * dtype.unit_nbytes // 2)).astype("<u2").tobytes()
-        for scale in (0.6, 30):
+        for scale in (0.6, 30, _FEW):
             data = make_step(base, dtype.unit_nbytes, scale)
             frame = compress_buffer(data, dtype.name, (7, 100), base=base)
             yield f"{dtype.name}-delta-{scale:g}", frame
@@ -225,9 +226,13 @@ def fuzz_base(n_units: int, unit_nbytes: int) -> bytes:
 
 
 def make_step(base: bytes, unit_nbytes: int, scale: float) -> bytes:
-    """Units that are a few steps away from those of a base; some of them are far away."""
+    """Units that are a few steps away from those of a base; some of them are far away. If the scale
+    is `_FEW`, only one in 20 is another one than in the base."""
     units = np.frombuffer(base, f"<u{unit_nbytes}")
     rng = np.random.default_rng([unit_nbytes, units.size])
+    if scale == _FEW:
+        near = rng.choice([-1, 1, 1, 3, -90], units.size) * (rng.random(units.size) < 0.05)
+        return (units + near.astype(np.int64).view(np.uint64).astype(units.dtype)).tobytes()
     away = rng.normal(0, scale, units.size).astype(np.int64).view(np.uint64)
     far = rng.integers(0, 1 << 64, units.size, np.uint64) * (rng.random(units.size) < 0.01)
     return (units + (away + far).astype(units.dtype)).tobytes()
@@ -236,7 +241,7 @@ def make_step(base: bytes, unit_nbytes: int, scale: float) -> bytes:
 def delta_seeds() -> Seeds:
     """As `decode_tensor_seeds`, with a base, which bits 5 and 6 of the cut announce."""
     for number, (dtype, scale) in enumerate(
-        product((row for row in DTYPES if row.name in _DELTA_DTYPES), (0.5, 40, 1e6))
+        product((row for row in DTYPES if row.name in _DELTA_DTYPES), (0.5, 40, 1e6, _FEW))
     ):
         base = fuzz_base(1500, dtype.unit_nbytes)
         data = make_step(base, dtype.unit_nbytes, min(scale, 8.0**dtype.unit_nbytes))

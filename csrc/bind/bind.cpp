@@ -31,6 +31,7 @@
 #include "common/mapping.hpp"
 #include "common/moments.hpp"
 #include "tensor/estimate.hpp"
+#include "tensor/patch.hpp"
 #include "tensor/plan.hpp"
 #include "tensor/zstd_frame.hpp"
 
@@ -101,6 +102,73 @@ std::pair<int, std::size_t> decode_range(const EncodedArgument& tensor, std::siz
     const DecodeResult result =
         decode_tensor(tensor.view(), start, dst.data(), dst.size(), check, threads, isa);
     return {static_cast<int>(result.status), result.chunk};
+}
+
+// Makes the base of a tensor, which is `target`, the tensor. Returns (status, chunk). Nothing was
+// written if there is a fault, unless the payload changed meanwhile.
+std::pair<int, std::size_t> patch_base(const EncodedArgument& tensor, WritableBytes target,
+                                       std::size_t threads) {
+    const Isa isa = choose_isa();
+    const EncodedTensor view = tensor.view();
+    require(target.size() == tensor.geometry().nbytes(), "target must be as long as the tensor");
+    require(view.base.cast == Cast::kNone && view.base.units == target.data(),
+            "target must be the base");
+    const ReleasedGil released(target.size());
+    const DecodeResult result = patch_tensor(view, target.data(), threads, isa);
+    return {static_cast<int>(result.status), result.chunk};
+}
+
+// Memory that Python owns.
+nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> own(std::unique_ptr<uint8_t[]> bytes, std::size_t n) {
+    uint8_t* const memory = bytes.release();
+    nb::capsule owner(memory, [](void* p) noexcept { delete[] static_cast<uint8_t*>(p); });
+    return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(memory, {n}, owner);
+}
+
+// The status, the chunk, the indices of the changes as bytes, and their units as bytes.
+using Changes = std::tuple<int, std::size_t, nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>,
+                           nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>>;
+
+// Writes all changes one after the other. Index is u32 or u64.
+template <class Index>
+void join_changes(const std::vector<ChunkChanges>& changes, std::size_t chunk_units,
+                  uint8_t* indices, uint8_t* units) {
+    for (std::size_t chunk = 0; chunk < changes.size(); ++chunk) {
+        for (const uint32_t place : changes[chunk].places) {
+            store(indices, static_cast<Index>(chunk * chunk_units + place));
+            indices += sizeof(Index);
+        }
+        units = std::copy(changes[chunk].units.begin(), changes[chunk].units.end(), units);
+    }
+}
+
+// Lists the units that differ from the base. An index has 8 bytes if the tensor has 2^32 units or
+// more, otherwise 4.
+Changes find_changes(const EncodedArgument& tensor, std::size_t threads) {
+    const Isa isa = choose_isa();
+    const EncodedTensor view = tensor.view();
+    const Geometry& geometry = tensor.geometry();
+    require(view.base.units != nullptr || geometry.n_units == 0, "a base is needed");
+    const std::size_t index_nbytes = geometry.n_units >> 32 == 0 ? 4 : 8;
+    DecodeResult result{};
+    std::unique_ptr<uint8_t[]> indices, units;
+    std::size_t n = 0;
+    {
+        const ReleasedGil released(geometry.nbytes());
+        std::vector<ChunkChanges> changes;
+        result = list_changes(view, threads, isa, changes);
+        if (result.status == Status::kOk)
+            for (const ChunkChanges& chunk : changes) n += chunk.places.size();
+        indices.reset(new uint8_t[n * index_nbytes]);
+        units.reset(new uint8_t[n * geometry.spec.unit_nbytes]);
+        if (n > 0 && index_nbytes == 4)
+            join_changes<uint32_t>(changes, geometry.chunk_units, indices.get(), units.get());
+        else if (n > 0)
+            join_changes<uint64_t>(changes, geometry.chunk_units, indices.get(), units.get());
+    }
+    return {static_cast<int>(result.status), result.chunk,
+            own(std::move(indices), n * index_nbytes),
+            own(std::move(units), n * geometry.spec.unit_nbytes)};
 }
 
 // Estimates the bytes of a tensor if its chunks may be differences from a base.
@@ -266,13 +334,6 @@ void will_need_all(const std::vector<Bytes>& ranges) {
     for (const Bytes& range : ranges) will_need(range.data(), range.size());
 }
 
-// Memory that Python owns.
-nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> own(std::unique_ptr<uint8_t[]> bytes, std::size_t n) {
-    uint8_t* const memory = bytes.release();
-    nb::capsule owner(memory, [](void* p) noexcept { delete[] static_cast<uint8_t*>(p); });
-    return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(memory, {n}, owner);
-}
-
 // The first fault as (status, chunk, plane, byte of the payload); the plan; and its shape as
 // (number of palettes, escaped planes, rANS streams with buckets, rANS streams without, buckets,
 // bytes of scratch memory). If the payload has the wrong length, the fault's chunk is the number of
@@ -334,6 +395,8 @@ NB_MODULE(_core, m) {
           "threads"_a);
     m.def("decode_range", &decode_range, "tensor"_a, "start"_a, "dst"_a.noconvert(), "check"_a,
           "threads"_a);
+    m.def("patch_base", &patch_base, "tensor"_a, "target"_a.noconvert(), "threads"_a);
+    m.def("find_changes", &find_changes, "tensor"_a, "threads"_a);
     m.def("check_table", &check_table, "table"_a, "geometry"_a, "has_base"_a, "last_mode"_a);
     m.def("estimate_delta", &estimate_delta_nbytes, "src"_a, "geometry"_a, "base"_a,
           "plain_nbytes"_a, "level"_a);

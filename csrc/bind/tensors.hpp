@@ -97,11 +97,12 @@ struct ContextArgument {
     std::optional<SideArgument> side;
     std::optional<BaseArgument> base;
     std::size_t plain_nbytes;
+    Mode last_mode;
 
     EncodeContext view(const Geometry& geometry) const {
         require(!base || item_nbytes(geometry.spec) == 1,
                 "a tensor with a base is split into bytes");
-        return {level, view_of(side, geometry), view_of(base, geometry), plain_nbytes};
+        return {level, view_of(side, geometry), view_of(base, geometry), plain_nbytes, last_mode};
     }
 };
 
@@ -215,11 +216,12 @@ inline void bind_tensors(nb::module_& m) {
         .def(
             "__init__",
             [](ContextArgument* self, int level, std::optional<SideArgument> side,
-               std::optional<BaseArgument> base, std::size_t plain_nbytes) {
+               std::optional<BaseArgument> base, std::size_t plain_nbytes, int last_mode) {
                 new (self) ContextArgument{checked_level(level), std::move(side), std::move(base),
-                                           plain_nbytes};
+                                           plain_nbytes, static_cast<Mode>(last_mode)};
             },
-            "level"_a, "side"_a, "base"_a, "plain_nbytes"_a);
+            "level"_a, "side"_a, "base"_a, "plain_nbytes"_a,
+            "last_mode"_a = static_cast<int>(Mode::kSparseDelta));
     nb::class_<OutputArgument>(m, "EncodeOutput")
         .def(nb::init<WritableBytes, WritableTable, WritableBytes, std::optional<WritableBytes>>(),
              "payload"_a.noconvert(), "table"_a.noconvert(), "leaves"_a.noconvert(),

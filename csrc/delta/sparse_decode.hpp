@@ -283,6 +283,22 @@ inline Status decode_changes(const uint8_t* stream, std::size_t nbytes, const ui
     return fits ? Status::kOk : Status::kBadField;
 }
 
+// Puts changes in ascending order. They are in order already, except inside of blocks.
+template <class Unit>
+inline void sort_changes(const SparseChanges<Unit>& changes) {
+    for (std::size_t i = 1; i < changes.n; ++i) {
+        const uint32_t place = changes.places[i];
+        const Unit unit = changes.units[i];
+        std::size_t to = i;
+        for (; to > 0 && changes.places[to - 1] > place; --to) {
+            changes.places[to] = changes.places[to - 1];
+            changes.units[to] = changes.units[to - 1];
+        }
+        changes.places[to] = place;
+        changes.units[to] = unit;
+    }
+}
+
 // Writes the units of a chunk: those of its base, with the changes.
 template <class Unit>
 inline void write_changed(const uint8_t* base, std::size_t n, const SparseChanges<Unit>& changes,

@@ -29,22 +29,27 @@ inline SparseScratch place_sparse_scratch(const DeltaScratch& scratch, std::size
             rows + 3 * row};
 }
 
-// Whether few units of a chunk seem to differ. Any answer is valid, whatever the source holds.
+// Whether few units of a chunk seem to differ. Any answer is valid, whatever the source holds. Runs
+// are short, because whole rows of an embedding may differ, and their places are irregular, because
+// the same part of each row may.
 template <class Unit>
-inline bool seems_sparse(const uint8_t* src, const uint8_t* base, std::size_t n, Isa isa) {
-    constexpr std::size_t kRuns = 32;
-    if (n < kRuns * kSetUnits) return true;
-    std::size_t differ = 0;
-    const auto at = [=](std::size_t r) { return (r * (n / kRuns)) * sizeof(Unit); };
+inline bool seems_sparse(const uint8_t* src, const uint8_t* base, std::size_t n) {
+    constexpr std::size_t kRuns = 128, kRun = 16;
+    if (n < 2 * kRuns * kRun) return true;
+    std::size_t places[kRuns];
+    const std::size_t gap = n / kRuns;
     for (std::size_t r = 0; r < kRuns; ++r) {
-        __builtin_prefetch(src + at(r));
-        __builtin_prefetch(base + at(r));
+        const uint64_t mixed = (r + 1) * 0x9E3779B97F4A7C15 >> 40;
+        places[r] = (r * gap + (mixed * (gap - kRun) >> 24)) * sizeof(Unit);
+        __builtin_prefetch(src + places[r]);
+        __builtin_prefetch(base + places[r]);
     }
-    for (std::size_t r = 0; r < kRuns; ++r)
-        differ += static_cast<std::size_t>(
-            std::popcount(differing_plain<Unit>(src + at(r), base + at(r), isa)));
+    std::size_t differ = 0;
+    for (const std::size_t at : places)
+        for (std::size_t i = at; i < at + kRun * sizeof(Unit); i += sizeof(Unit))
+            differ += load<Unit>(src + i) != load<Unit>(base + i) ? 1 : 0;
     // Clearly too many, because a sample may have a few more than the chunk.
-    return differ * (kUnitsOfSparseChange - 2) <= kRuns * kSetUnits;
+    return differ * (kUnitsOfSparseChange - 2) <= kRuns * kRun;
 }
 
 // Reads the source, which begins with a leaf, and lists what differs from the base. Returns whether
@@ -80,7 +85,7 @@ inline SparseOutcome encode_sparse_units(const uint8_t* src, const uint8_t* base
                                          std::size_t& nbytes, Isa isa) {
     const SparseScratch memory = place_sparse_scratch(scratch, n, sizeof(Unit));
     ChangeList<Unit> list(memory, max_sparse_changes(n));
-    if (!seems_sparse<Unit>(src, base, n, isa)) {
+    if (!seems_sparse<Unit>(src, base, n)) {
         take_in(src, n * sizeof(Unit), scratch.source, leaves, isa);
         return SparseOutcome::kCopied;
     }

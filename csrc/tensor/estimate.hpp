@@ -62,10 +62,10 @@ inline std::vector<PlaneEstimate> encode_some(const uint8_t* src, const Geometry
     const std::size_t n_trials = std::min(geometry.n_chunks(), most);
     Geometry part = geometry;
     part.n_units = std::min(geometry.n_units, n_trials * geometry.chunk_units);
-    // A copy of the source, which nobody changes, and after it base, output and hashes.
+    // Copies of source and base, which nobody changes, and after them output and hashes.
     const std::size_t row = round_up(part.nbytes(), kFrameAlignment) + kPlaneSlack;
     const std::size_t n_digests = 16 * (n_leaves(part.nbytes()) + 1);
-    const Scratch memory(3 * row + 2 * n_digests + 2 * kXxh3LongMinNbytes);
+    const Scratch memory(3 * row + n_digests + kXxh3LongMinNbytes);
     uint8_t* const units = memory.get();
     uint8_t* const bases = units + row;
     uint8_t* const digests = bases + 2 * row;
@@ -88,12 +88,9 @@ inline std::vector<PlaneEstimate> encode_some(const uint8_t* src, const Geometry
         context.base.units = bases;
         context.base.cast = Cast::kNone;
     }
-    uint8_t* const tails = digests + 2 * n_digests;
+    uint8_t* const tails = digests + n_digests;
     std::vector<uint32_t> table(part.n_chunks() * part.row_length());
-    const EncodeOutput output{bases + row,
-                              table.data(),
-                              {digests, tails},
-                              {digests + n_digests, tails + kXxh3LongMinNbytes}};
+    const EncodeOutput output{bases + row, table.data(), {digests, tails}};
     encode_tensor(units, part, context, output, 1, isa);
     std::vector<PlaneEstimate> estimates(part.spec.n_planes, {Mode::kConstant, 0});
     std::vector<std::size_t> largest(part.spec.n_planes);
@@ -149,6 +146,37 @@ inline TensorEstimate estimate_tensor(const uint8_t* src, const Geometry& geomet
     cut.chunk_units =
         (level == Level::kMax ? kClassedChunkNbytes : kChunkNbytes) / geometry.spec.unit_nbytes;
     return {encode_some(src, cut, {}, 0, level, isa), true};
+}
+
+// Joins pieces of a tensor of differences, which are spread evenly, to one chunk, and encodes it.
+// Returns the estimated bytes of the tensor. Reading the whole tensor would take as long as
+// encoding it. A few chunks would show as much only if all chunks were alike, which updates of
+// embeddings are not.
+inline std::size_t encode_pieces(const uint8_t* src, const Geometry& geometry, const Base& base,
+                                 std::size_t plain_nbytes, Level level, Isa isa) {
+    constexpr std::size_t kPieceUnits = 4096;
+    const uint32_t unit = geometry.spec.unit_nbytes;
+    Geometry part = geometry;
+    part.n_units = part.chunk_units = geometry.chunk_units;
+    const std::size_t n_pieces = part.n_units / kPieceUnits;
+    const Scratch memory(2 * part.nbytes() + 2 * kFrameAlignment);
+    uint8_t* const units = memory.get();
+    uint8_t* const bases = units + round_up(part.nbytes(), kFrameAlignment);
+    const SampleRuns runs(geometry.n_units, kPieceUnits, n_pieces);
+    for (std::size_t p = 0; p < n_pieces; ++p) {
+        const std::size_t first = runs(p);
+        uint8_t* const at = bases + p * kPieceUnits * unit;
+        std::memcpy(units + p * kPieceUnits * unit, src + first * unit, kPieceUnits * unit);
+        const uint8_t* const from = chunk_base(base, first, kPieceUnits, unit, at, isa);
+        if (from != at) std::memcpy(at, from, kPieceUnits * unit);
+    }
+    Base copy = base;
+    copy.units = bases;
+    copy.cast = Cast::kNone;
+    std::size_t sum = 0;
+    for (const PlaneEstimate& plane : encode_some(units, part, copy, plain_nbytes, level, isa))
+        sum += plane.nbytes;
+    return scale_bytes(sum, geometry.n_units, part.n_units);
 }
 
 constexpr std::size_t kDeltaSections = 4;
@@ -207,6 +235,10 @@ inline std::size_t estimate_delta_tensor(const uint8_t* src, const Geometry& geo
     // them.
     if (kFewDiffer * (n_seen - n_equal) >= n_seen && 2 * plain_nbytes >= geometry.nbytes())
         return sum;
+    if (geometry.n_chunks() > 4)
+        return encode_pieces(src, geometry, base,
+                             scale_bytes(plain_nbytes, geometry.chunk_units, geometry.n_units),
+                             level, isa);
     sum = 0;
     for (const PlaneEstimate& plane : encode_some(src, geometry, base, plain_nbytes, level, isa))
         sum += plane.nbytes;

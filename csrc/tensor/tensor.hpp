@@ -135,7 +135,8 @@ struct EncodeContext {
     Level level = Level::kDefault;
     SideData side = {};
     Base base = {};
-    std::size_t plain_nbytes = 0;  // bytes of the whole tensor without the base
+    std::size_t plain_nbytes = 0;         // bytes of the whole tensor without the base
+    Mode last_mode = Mode::kSparseDelta;  // chunks have no later mode
 };
 
 // Where the encoder of a tensor writes.
@@ -191,15 +192,14 @@ inline uint32_t encode_from_base(const EncodeJob& job, const Geometry& geometry,
         take_in_base(base, job.first, job.n, unit, worker.delta.base, leaves, isa);
     const std::size_t plain = scale_bytes(context.plain_nbytes, job.n, geometry.n_units);
     std::size_t nbytes = 0;
-    switch (encode_sparse(job.src, units, job.n, unit, base.is_float, job.leaves, plain,
-                          context.level, worker.delta, to, nbytes, isa)) {
-        case SparseOutcome::kEqual:
-            return make_descriptor(Mode::kDelta, 0);
-        case SparseOutcome::kCoded:
-            return make_descriptor(Mode::kSparseDelta, nbytes);
-        default:
-            break;
-    }
+    SparseOutcome outcome = SparseOutcome::kCopied;
+    if (context.last_mode >= Mode::kSparseDelta)
+        outcome = encode_sparse(job.src, units, job.n, unit, base.is_float, job.leaves, plain,
+                                context.level, worker.delta, to, nbytes, isa);
+    else
+        take_in(job.src, job.n * unit, worker.delta.source, job.leaves, isa);
+    if (outcome == SparseOutcome::kEqual) return make_descriptor(Mode::kDelta, 0);
+    if (outcome == SparseOutcome::kCoded) return make_descriptor(Mode::kSparseDelta, nbytes);
     const bool pays = encode_delta(worker.delta.source, units, job.n, unit, base.is_float, plain,
                                    context.level, worker.delta, worker.scratch.words,
                                    worker.scratch.escapes, *worker.scratch.tables, to, nbytes, isa);
@@ -416,6 +416,19 @@ struct DecodeWorker {
     }
 };
 
+// Checks the bytes of chunk `index` that are outside of its streams.
+inline Status check_around(const EncodedTensor& tensor, std::size_t index, bool check_crc,
+                           Isa isa) {
+    const uint8_t* const chunk = tensor.chunk(index);
+    const std::size_t nbytes = tensor.nbytes_of(index);
+    const uint32_t* const row = tensor.row(index);
+    if (check_crc && crc32c(chunk, nbytes, isa) != row[0]) return Status::kChecksum;
+    const uint8_t* const padding = chunk + stream_sum(row + 1, tensor.geometry.spec.n_planes);
+    return std::all_of(padding, chunk + nbytes, [](uint8_t byte) { return byte == 0; })
+               ? Status::kOk
+               : Status::kReserved;
+}
+
 // Checks the bytes of chunk `index` that are outside of its streams, then decodes it to `dst`.
 inline Status decode_checked(const EncodedTensor& tensor, std::size_t index, bool check_crc,
                              bool past_cache, DecodeScratch& scratch, DecodeWorker& worker,
@@ -431,10 +444,8 @@ inline Status decode_checked(const EncodedTensor& tensor, std::size_t index, boo
         copy_with_crc(chunk, nbytes, dst, crc, past_cache, isa);
         return ~crc == row[0] ? Status::kOk : Status::kChecksum;
     }
-    if (check_crc && crc32c(chunk, nbytes, isa) != row[0]) return Status::kChecksum;
-    const uint8_t* const padding = chunk + stream_sum(row + 1, spec.n_planes);
-    if (!std::all_of(padding, chunk + nbytes, [](uint8_t byte) { return byte == 0; }))
-        return Status::kReserved;
+    const Status around = check_around(tensor, index, check_crc, isa);
+    if (around != Status::kOk) return around;
     const std::size_t n = tensor.geometry.units_of(index);
     const std::size_t first = index * tensor.geometry.chunk_units;
     if (descriptor_mode(row[1]) == Mode::kSparseDelta)

@@ -78,10 +78,16 @@ class Base:
     def cast(self) -> int: ...
 
 class EncodeContext:
-    """What the encoder of a tensor is told beside the tensor."""
+    """What the encoder of a tensor is told beside the tensor. Chunks of differences have no mode
+    after `last_mode`."""
 
     def __init__(
-        self, level: int, side: Side | None, base: Base | None, plain_nbytes: int
+        self,
+        level: int,
+        side: Side | None,
+        base: Base | None,
+        plain_nbytes: int,
+        last_mode: int = 7,
     ) -> None: ...
 
 class EncodeOutput:
@@ -110,6 +116,8 @@ def encode_chunks(
 def decode_range(
     tensor: EncodedTensor, start: int, dst: _Bytes, check: bool, threads: int
 ) -> tuple[int, int]: ...
+def patch_base(tensor: EncodedTensor, target: _Bytes, threads: int) -> tuple[int, int]: ...
+def find_changes(tensor: EncodedTensor, threads: int) -> tuple[int, int, _Bytes, _Bytes]: ...
 def check_table(
     table: _Table, geometry: Geometry, has_base: bool, last_mode: int
 ) -> tuple[int, int, int, int]: ...

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import packhorse.frame.frame as frame_module
+import packhorse.frame.compress as frame_module
 from packhorse.disk import Shelf, ShelfTensor
 from packhorse.disk.shelf import patches
 from packhorse.disk.shelf.packing import Planner

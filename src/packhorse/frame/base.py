@@ -36,6 +36,7 @@ __all__ = [
     "matching_base",
     "part_of",
     "plan_delta",
+    "unnamed_base",
 ]
 
 # A base's dtype and the dtype that its values are rounded to, with the core's number for the cast.
@@ -130,6 +131,19 @@ def matching_base(
     if found != name.content_hash:
         raise BaseMismatchError(f"{wanted}; the one given has {found.hex()}")
     return _base(data, dtype, name.dtype)
+
+
+def unnamed_base(buffer: Buffer, dtype: DType, geometry: Geometry) -> Base:
+    """Returns a tensor to compare a frame with that names no base.
+
+    Raises:
+        TypeError: not a C-contiguous buffer.
+        ValueError: it is not as long as the frame's tensor.
+    """
+    data = as_bytes(buffer, "base")
+    if data.size != geometry.nbytes:
+        raise ValueError(f"the base has {data.size} bytes, the tensor {geometry.nbytes}")
+    return _base(data, dtype, dtype)
 
 
 def plan_delta(source: Source, level: Level, base: Base) -> Plan:

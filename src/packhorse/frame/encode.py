@@ -20,7 +20,7 @@ from packhorse.codecs.plan import Plan
 from packhorse.codecs.source import Source
 from packhorse.frame.header import Table
 from packhorse.frame.zstd import encode_zstd
-from packhorse.layout import BASE_MODES, FIRST_STREAM, STREAM_NBYTES_BITS
+from packhorse.layout import BASE_MODES, FIRST_STREAM, STREAM_NBYTES_BITS, Mode
 
 __all__ = ["Payload", "encode_payload"]
 
@@ -55,6 +55,7 @@ def encode_payload(
     threads: int,
     *,
     base_is_fixed: bool = False,
+    last_mode: Mode = Mode.SPARSE_DELTA,
 ) -> Payload:
     """Encodes a tensor.
 
@@ -65,6 +66,7 @@ def encode_payload(
         dst: memory for the chunks.
         threads: how many to use.
         base_is_fixed: whether nothing changes the base meanwhile, so that it need not be hashed.
+        last_mode: chunks of differences have no later mode; for benchmarks.
     """
     data, geometry = source.data, plan.geometry
     table = np.empty((geometry.n_chunks, 1 + geometry.n_planes), np.uint32)
@@ -73,7 +75,9 @@ def encode_payload(
     if plan.zstd:
         nbytes = encode_zstd(data, plan, dst, table, leaves, threads)
     else:
-        context = _core.EncodeContext(plan.level, plan.side.view(), base, plan.plain_nbytes)
+        context = _core.EncodeContext(
+            plan.level, plan.side.view(), base, plan.plain_nbytes, last_mode
+        )
         output = _core.EncodeOutput(dst, table, leaves, base_leaves)
         nbytes = _core.encode_chunks(data, geometry, context, output, threads)
     content_hash = hash_root(finish_leaves(leaves, data.size))

@@ -1,184 +1,50 @@
 """A frame: the self-described encoding of one tensor (docs/format.md, sections 2 to 7).
 
-`compress_buffer` makes a frame from a tensor's bytes. `Frame.from_buffer` reads and checks a header
-without touching the payload. `Frame.decompress_into` decodes the whole payload, or the chunks that
-a byte range touches, into the caller's memory. Everything is sans-IO: buffers in, buffers out. The
-input is never written to, the output does not depend on the number of threads, and no unchecked
-byte decides how much memory is allocated.
+`Frame.from_buffer` reads and checks a header without touching the payload. `Frame.decompress_into`
+decodes the whole payload, or the chunks that a byte range touches, into the caller's memory.
+`Frame.patch_into` turns a base into the tensor in place. Everything is sans-IO: buffers in, buffers
+out. The frame is never written to, the output does not depend on the number of threads, and no
+unchecked byte decides how much memory is allocated.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from packhorse import _core
 from packhorse._core import Base, EncodedTensor, Side
-from packhorse.arguments import resolve_level, resolve_threads
+from packhorse.arguments import resolve_threads
 from packhorse.codecs.base import STATUS_WORDS, ByteArray, as_bytes, as_writable_bytes
-from packhorse.codecs.content import content_hash, hash_leaves, hash_root
-from packhorse.codecs.plan import Plan, choose_plan
+from packhorse.codecs.content import hash_leaves, hash_root
+from packhorse.codecs.plan import Plan
 from packhorse.codecs.side import decode_side
-from packhorse.codecs.source import Source
-from packhorse.errors import BaseMismatchError, ChangedError, CorruptionError
-from packhorse.frame.base import BaseName, checked_base, matching_base, plan_delta
-from packhorse.frame.encode import encode_payload
+from packhorse.errors import BaseMismatchError, CorruptionError
+from packhorse.frame.base import matching_base, unnamed_base
 from packhorse.frame.header import (
     FrameHeader,
     PlaneSummary,
-    frame_header_nbytes,
     label,
     plane_summaries,
     read_header,
-    write_header,
 )
-from packhorse.frame.plan import capacity_of, checked_source
 from packhorse.frame.zstd import ZstdJob
-from packhorse.layout import FIRST_STREAM, STREAM_NBYTES_BITS, DType, Level, Mode, Split
+from packhorse.layout import FIRST_STREAM, STREAM_NBYTES_BITS, Level, Mode, Split
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = [
-    "Frame",
-    "Plan",
-    "PlaneSummary",
-    "compress_buffer",
-    "content_hash",
-]
+__all__ = ["Frame"]
+
+Units: TypeAlias = NDArray[np.unsignedinteger]
 
 # How much is decoded at once if the whole tensor need not be in memory. It has many chunks for
 # every thread, and only whole chunks and whole leaves of the hash.
 _WINDOW_NBYTES = 1 << 25
-
-
-def compress_buffer(
-    src: Buffer,
-    dtype: str,
-    shape: Sequence[int],
-    *,
-    level: Level | str = "default",
-    threads: int | None = None,
-    out: Buffer | None = None,
-    name: str | None = None,
-    base: Buffer | None = None,
-    base_dtype: str | None = None,
-    base_hash: bytes | None = None,
-    base_is_fixed: bool = False,
-    like: Plan | None = None,
-) -> Frame:
-    """Packs the bytes of one tensor.
-
-    Args:
-        src: the tensor's bytes in C order; only read. If they change meanwhile, the frame holds the
-            bytes that were read, old or new.
-        dtype: safetensors' name, such as "BF16".
-        shape: the tensor's shape.
-        level: "fast", "default" or "max".
-        threads: the number of threads; None for one per core, at most 8.
-        out: writable memory of at least `max_frame_nbytes` bytes to build the frame in; the frame
-            is a view of it.
-        name: the tensor's name, for messages.
-        base: the bytes of another tensor of as many elements. If that makes the frame shorter, it
-            holds differences from the base and cannot be unpacked without it; `Frame.base_hash`
-            says so.
-        base_dtype: the base's dtype, if it differs: "F32" for a tensor of "BF16" or "F16", which
-            may hold the base's values, rounded.
-        base_hash: the content hash of `base`, if the caller knows it; otherwise it is computed.
-        base_is_fixed: whether nothing can have changed the base since `base_hash` was computed.
-            The frame then names the base by that hash without reading all of it once more.
-        like: the plan of another frame, whose tensor had the same dtype, size and level and like
-            values. It is used again, which saves the time for a plan, if it can be: it must have no
-            side data, and a base if one is given. A plan that does not suit the values makes
-            a longer frame.
-
-    Returns:
-        The frame.
-
-    Raises:
-        ChangedError: the base changed while it was used, or is not the one that `base_hash` names,
-            so the frame could not be unpacked.
-        TypeError: a buffer is not C-contiguous, or `out` is read-only.
-        ValueError: sizes, dtypes, level or threads do not fit, or `out` shares memory with `src`
-            or the base.
-
-    Example:
-        >>> from packhorse.frame import compress_buffer
-        >>> frame = compress_buffer(bytes(4096), "F32", (1024,), level="fast")
-        >>> frame.dtype, frame.shape
-        ('F32', (1024,))
-    """
-    source = checked_source(src, dtype, shape)
-    data, row, shape, natural = source
-    base_units: Base | None = None
-    base_row: DType | None = None
-    if base is None:
-        plan = _again(like, source, level) or choose_plan(source, resolve_level(level))
-    else:
-        base_units, base_row = checked_base(base, base_dtype, source)
-        plan = _again(like, source, level, has_base=True) or plan_delta(
-            source, resolve_level(level), base_units
-        )
-        if not plan.plain_nbytes:
-            base_units = base_row = None
-    capacity = capacity_of(row, shape, natural)
-    memory = np.empty(capacity, np.uint8) if out is None else as_writable_bytes(out, "out")
-    if memory.size < capacity:
-        raise ValueError(f"out has {memory.size} bytes; a frame of this tensor may take {capacity}")
-    for kind, read in (("src", data), ("base", None if base_units is None else base_units.data)):
-        if read is not None and np.may_share_memory(memory, read):
-            raise ValueError(
-                f"out and {kind} share memory; it would be overwritten while it is read"
-            )
-    side, geometry, n_threads = plan.side, plan.geometry, resolve_threads(threads)
-    header_nbytes = frame_header_nbytes(
-        len(shape), geometry.n_chunks, geometry.n_planes, len(side.stream),
-        has_base=base_row is not None,
-    )  # fmt: skip
-    is_fixed = base_is_fixed and base_hash is not None
-    payload = encode_payload(
-        source, plan, base_units, memory[header_nbytes:], n_threads, base_is_fixed=is_fixed
-    )
-    base_name = None
-    if base_units is not None and base_row is not None:
-        if not payload.has_delta:
-            # The samples misled, and nobody should have to keep a base for nothing.
-            return compress_buffer(
-                data, dtype, shape, level=level, threads=threads, out=out, name=name
-            )
-        found = payload.base_hash or base_hash or b""
-        if found != (base_hash or content_hash(base_units.data, threads=n_threads)):
-            raise ChangedError(
-                f"{label(name)}its base changed while the tensor was packed against it; pack when "
-                "nothing writes to it"
-            )
-        base_name = BaseName(found, base_row)
-    header = FrameHeader(
-        row, shape, geometry, int(plan.level), payload.content_hash, header_nbytes,
-        header_nbytes + payload.nbytes, payload.table, side.n_row_dims,
-        side.descriptor, side.stream, base_name,
-    )  # fmt: skip
-    write_header(header, memory[:header_nbytes])
-    return Frame(memory[: header.frame_nbytes], header, name, 0, plan)
-
-
-def _again(
-    plan: Plan | None, source: Source, level: Level | str, *, has_base: bool = False
-) -> Plan | None:
-    """The plan of another tensor, if a tensor can be packed by it."""
-    suits = (
-        plan is not None
-        and plan.nbytes == source.data.size > 0
-        and plan.level == resolve_level(level)
-        and plan.geometry.unit_nbytes == source.geometry.unit_nbytes
-        and (plan.zstd or plan.split in source.dtype.splits)
-        and bool(plan.plain_nbytes) == has_base
-        and not plan.side.saving
-    )
-    return plan if suits else None
 
 
 class Frame:
@@ -388,6 +254,113 @@ class Frame:
             raise ValueError("dst and the base share memory; decode elsewhere, or a copy of it")
         self._decode(self._encoded(units), target, start, n_threads, check=check)
 
+    def patch_into(
+        self, target: Buffer, *, base_hash: bytes | None = None, threads: int | None = None
+    ) -> None:
+        """Turns the base into the tensor, in place, without memory for a second copy.
+
+        These are checked before the first byte is written: the target's content hash, the CRC32C
+        of every chunk, and every stream; for a frame without a base also the content hash of the
+        tensor. If a check fails, the target is as it was. (It may be changed in part if another
+        thread or process writes to the frame or to the target meanwhile.) Of chunks with few
+        differences, only the units that change are written. Other chunks are decoded twice.
+
+        Args:
+            target: writable buffer that holds the base, and then the tensor. If the frame has no
+                base, anything of the tensor's length.
+            base_hash: the content hash of `target`, if the caller knows it; it is compared with the
+                one in the frame, and not computed again. If it is the hash of other bytes, the
+                target becomes a wrong tensor, or the frame seems to be damaged.
+            threads: the number of threads; None for one per core, at most 8.
+
+        Raises:
+            BaseMismatchError: the target is not the frame's base.
+            CorruptionError: a checksum does not match, or a stream breaks a rule. The message names
+                tensor, chunk and byte offset.
+            TypeError: `target` is not a writable C-contiguous buffer.
+            ValueError: the frame's base has another dtype, so its memory cannot hold the tensor; or
+                `target` has another length than the tensor, or shares memory with the frame.
+
+        Example:
+            >>> from packhorse.frame import compress_buffer
+            >>> old, new = bytes(4096), bytes(4095) + b"\\1"
+            >>> frame = compress_buffer(new, "F32", (1024,), base=old)
+            >>> target = bytearray(old)
+            >>> frame.patch_into(target)
+            >>> target == new
+            True
+        """
+        memory = as_writable_bytes(target, "target")
+        self._check_target(memory)
+        n_threads = resolve_threads(threads)
+        base = self._matching_base(memory, n_threads, base_hash)
+        if base is None:
+            self.verify(threads=n_threads)
+            self._decode(self._encoded(None), memory, 0, n_threads)
+            return
+        tensor = self._encoded_beside(base, n_threads)
+        status, chunk = _core.patch_base(tensor, memory, n_threads)
+        if status:
+            raise self._chunk_error(chunk, STATUS_WORDS[status])
+
+    def _check_target(self, target: ByteArray) -> None:
+        """Checks that a target of `patch_into` can hold the tensor."""
+        name = self._header.base
+        if name is not None and name.dtype != self._header.dtype:
+            raise ValueError(
+                f"{label(self._name)}a frame of {self.dtype} whose base is {name.dtype.name} "
+                "cannot be patched in place; use decompress_into"
+            )
+        if target.size != self.logical_nbytes:
+            raise ValueError(
+                f"{label(self._name)}target has {target.size} bytes, the tensor "
+                f"{self.logical_nbytes}"
+            )
+        if np.may_share_memory(target, self._data):
+            raise ValueError(
+                f"{label(self._name)}target and the frame share memory; copy the frame"
+            )
+
+    def changes(
+        self, base: Buffer, *, base_hash: bytes | None = None, threads: int | None = None
+    ) -> tuple[Units, Units]:
+        """Lists the units that differ from the base. A unit is an element; but an element of C64
+        has two units, and F4 and F6 are bytes (docs/format.md, section 3).
+
+        Args:
+            base: the bytes of the base; for a frame without one, of any tensor of the same length.
+                An F32 base of BF16 or F16 is rounded first, so changes are from the rounded values.
+            base_hash: as for `decompress_into`.
+            threads: the number of threads; None for one per core, at most 8.
+
+        Returns:
+            The indices of these units in C order, ascending, of uint32, or of uint64 if the tensor
+            has 2^32 units or more; and their new values, as unsigned integers of the units' length.
+
+        Raises:
+            BaseMismatchError, CorruptionError: as `decompress_into`.
+            TypeError: not a C-contiguous buffer.
+            ValueError: the frame has no base, and `base` has another length than the tensor.
+
+        Example:
+            >>> from packhorse.frame import compress_buffer
+            >>> frame = compress_buffer(bytes(4095) + b"\\1", "F32", (1024,), base=bytes(4096))
+            >>> indices, values = frame.changes(bytes(4096))
+            >>> indices.tolist(), values.tolist()
+            ([1023], [16777216])
+        """
+        header, n_threads = self._header, resolve_threads(threads)
+        units = self._matching_base(base, n_threads, base_hash)
+        if units is None:
+            units = unnamed_base(base, header.dtype, header.geometry)
+        tensor = self._encoded_beside(units, n_threads)
+        status, chunk, indices, values = _core.find_changes(tensor, n_threads)
+        if status:
+            raise self._chunk_error(chunk, STATUS_WORDS[status])
+        wide = header.geometry.n_units >> 32 > 0
+        unit = np.dtype(f"u{header.geometry.unit_nbytes}")
+        return indices.view(np.uint64 if wide else np.uint32), values.view(unit)
+
     def _matching_base(
         self, base: Buffer | None, threads: int, base_hash: bytes | None = None
     ) -> Base | None:
@@ -408,6 +381,11 @@ class Frame:
             return ZstdJob(header, self._data, base, self._chunk_error)
         payload = self._data[header.header_nbytes :]
         return EncodedTensor(payload, header.table, header.geometry, self._side_data(), base)
+
+    def _encoded_beside(self, base: Base, threads: int) -> EncodedTensor:
+        """As `_encoded`, in the core's form always."""
+        tensor = self._encoded(base)
+        return tensor.stored(threads, base) if isinstance(tensor, ZstdJob) else tensor
 
     def _decode(
         self,

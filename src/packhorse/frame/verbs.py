@@ -14,7 +14,8 @@ from packhorse.errors import (
     CorruptionError,
     blaming,
 )
-from packhorse.frame.frame import Frame, compress_buffer
+from packhorse.frame.compress import compress_buffer
+from packhorse.frame.frame import Frame
 from packhorse.framework import Framework
 from packhorse.layout import Level
 from packhorse.threads import map_tensors

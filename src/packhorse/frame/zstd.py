@@ -123,6 +123,28 @@ class ZstdJob:
         for _ in in_order(decode_one, n_wanted, threads):
             pass
 
+    def stored(self, threads: int, base: Base) -> EncodedTensor:
+        """Decodes the tensor, and returns it with all chunks stored, for the core to compare with a
+        base.
+
+        Args:
+            threads: how many to use.
+            base: the base.
+
+        Raises:
+            CorruptionError: a chunk is damaged.
+        """
+        geometry = self.header.geometry
+        payload = np.zeros(padded(geometry.nbytes), np.uint8)
+        self.decode(payload[: geometry.nbytes], 0, threads, check=True)
+        table: Table = np.empty((geometry.n_chunks, 2), np.uint32)
+        for chunk in range(geometry.n_chunks):
+            start = chunk * geometry.chunk_nbytes
+            nbytes = min(geometry.chunk_nbytes, geometry.nbytes - start)
+            crc = _core.crc32c(payload[start : start + padded(nbytes)])
+            table[chunk] = crc, Mode.STORED << STREAM_NBYTES_BITS | nbytes
+        return EncodedTensor(payload, table, geometry, None, base)
+
     def _check_sum(self, chunk: int, offset: int) -> None:
         table = self.header.table
         crc, descriptor = table.item(chunk, 0), table.item(chunk, 1)

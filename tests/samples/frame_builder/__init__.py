@@ -31,8 +31,8 @@ from frame_builder.frames import (
     crc32c,
 )
 from frame_builder.planes import split_planes
-from frame_builder.sparse import Sparse
 from frame_builder.samples import DELTAS, SMALL, side_of, units_of_values
+from frame_builder.sparse import Sparse
 
 __all__ = [
     "DELTAS",

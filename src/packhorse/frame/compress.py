@@ -1,0 +1,158 @@
+"""Making a frame from a tensor's bytes.
+
+The tensor is planned from samples (frame/plan.py, frame/base.py), encoded chunk by chunk
+(frame/encode.py), and gets a header (frame/header.py). The input is never written to, and the
+output does not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from packhorse._core import Base
+from packhorse.arguments import resolve_level, resolve_threads
+from packhorse.codecs.base import as_writable_bytes
+from packhorse.codecs.content import content_hash
+from packhorse.codecs.plan import Plan, choose_plan
+from packhorse.codecs.source import Source
+from packhorse.errors import ChangedError
+from packhorse.frame.base import BaseName, checked_base, plan_delta
+from packhorse.frame.encode import encode_payload
+from packhorse.frame.frame import Frame
+from packhorse.frame.header import FrameHeader, frame_header_nbytes, label, write_header
+from packhorse.frame.plan import capacity_of, checked_source
+from packhorse.layout import DType, Level
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["compress_buffer"]
+
+
+def compress_buffer(
+    src: Buffer,
+    dtype: str,
+    shape: Sequence[int],
+    *,
+    level: Level | str = "default",
+    threads: int | None = None,
+    out: Buffer | None = None,
+    name: str | None = None,
+    base: Buffer | None = None,
+    base_dtype: str | None = None,
+    base_hash: bytes | None = None,
+    base_is_fixed: bool = False,
+    like: Plan | None = None,
+) -> Frame:
+    """Packs the bytes of one tensor.
+
+    Args:
+        src: the tensor's bytes in C order; only read. If they change meanwhile, the frame holds the
+            bytes that were read, old or new.
+        dtype: safetensors' name, such as "BF16".
+        shape: the tensor's shape.
+        level: "fast", "default" or "max".
+        threads: the number of threads; None for one per core, at most 8.
+        out: writable memory of at least `max_frame_nbytes` bytes to build the frame in; the frame
+            is a view of it.
+        name: the tensor's name, for messages.
+        base: the bytes of another tensor of as many elements. If that makes the frame shorter, it
+            holds differences from the base and cannot be unpacked without it; `Frame.base_hash`
+            says so.
+        base_dtype: the base's dtype, if it differs: "F32" for a tensor of "BF16" or "F16", which
+            may hold the base's values, rounded.
+        base_hash: the content hash of `base`, if the caller knows it; otherwise it is computed.
+        base_is_fixed: whether nothing can have changed the base since `base_hash` was computed.
+            The frame then names the base by that hash without reading all of it once more.
+        like: the plan of another frame, whose tensor had the same dtype, size and level and like
+            values. It is used again, which saves the time for a plan, if it can be: it must have no
+            side data, and a base if one is given. A plan that does not suit the values makes
+            a longer frame.
+
+    Returns:
+        The frame.
+
+    Raises:
+        ChangedError: the base changed while it was used, or is not the one that `base_hash` names,
+            so the frame could not be unpacked.
+        TypeError: a buffer is not C-contiguous, or `out` is read-only.
+        ValueError: sizes, dtypes, level or threads do not fit, or `out` shares memory with `src`
+            or the base.
+
+    Example:
+        >>> from packhorse.frame import compress_buffer
+        >>> frame = compress_buffer(bytes(4096), "F32", (1024,), level="fast")
+        >>> frame.dtype, frame.shape
+        ('F32', (1024,))
+    """
+    source = checked_source(src, dtype, shape)
+    data, row, shape, natural = source
+    base_units: Base | None = None
+    base_row: DType | None = None
+    if base is None:
+        plan = _again(like, source, level) or choose_plan(source, resolve_level(level))
+    else:
+        base_units, base_row = checked_base(base, base_dtype, source)
+        plan = _again(like, source, level, has_base=True) or plan_delta(
+            source, resolve_level(level), base_units
+        )
+        if not plan.plain_nbytes:
+            base_units = base_row = None
+    capacity = capacity_of(row, shape, natural)
+    memory = np.empty(capacity, np.uint8) if out is None else as_writable_bytes(out, "out")
+    if memory.size < capacity:
+        raise ValueError(f"out has {memory.size} bytes; a frame of this tensor may take {capacity}")
+    for kind, read in (("src", data), ("base", None if base_units is None else base_units.data)):
+        if read is not None and np.may_share_memory(memory, read):
+            raise ValueError(
+                f"out and {kind} share memory; it would be overwritten while it is read"
+            )
+    side, geometry, n_threads = plan.side, plan.geometry, resolve_threads(threads)
+    header_nbytes = frame_header_nbytes(
+        len(shape), geometry.n_chunks, geometry.n_planes, len(side.stream),
+        has_base=base_row is not None,
+    )  # fmt: skip
+    is_fixed = base_is_fixed and base_hash is not None
+    payload = encode_payload(
+        source, plan, base_units, memory[header_nbytes:], n_threads, base_is_fixed=is_fixed
+    )
+    base_name = None
+    if base_units is not None and base_row is not None:
+        if not payload.has_delta:
+            # The samples misled, and nobody should have to keep a base for nothing.
+            return compress_buffer(
+                data, dtype, shape, level=level, threads=threads, out=out, name=name
+            )
+        found = payload.base_hash or base_hash or b""
+        if found != (base_hash or content_hash(base_units.data, threads=n_threads)):
+            raise ChangedError(
+                f"{label(name)}its base changed while the tensor was packed against it; pack when "
+                "nothing writes to it"
+            )
+        base_name = BaseName(found, base_row)
+    header = FrameHeader(
+        row, shape, geometry, int(plan.level), payload.content_hash, header_nbytes,
+        header_nbytes + payload.nbytes, payload.table, side.n_row_dims,
+        side.descriptor, side.stream, base_name,
+    )  # fmt: skip
+    write_header(header, memory[:header_nbytes])
+    return Frame(memory[: header.frame_nbytes], header, name, 0, plan)
+
+
+def _again(
+    plan: Plan | None, source: Source, level: Level | str, *, has_base: bool = False
+) -> Plan | None:
+    """The plan of another tensor, if a tensor can be packed by it."""
+    suits = (
+        plan is not None
+        and plan.nbytes == source.data.size > 0
+        and plan.level == resolve_level(level)
+        and plan.geometry.unit_nbytes == source.geometry.unit_nbytes
+        and (plan.zstd or plan.split in source.dtype.splits)
+        and bool(plan.plain_nbytes) == has_base
+        and not plan.side.saving
+    )
+    return plan if suits else None
