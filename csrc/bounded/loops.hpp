@@ -333,15 +333,18 @@ template <class Element, Rounding kRounding>
 PACKHORSE_LOOP_ENTRY std::size_t encode_blocks(BlocksToEncode blocks,
                                                const Quantiser<typename Element::Real>& by) {
     PlainCodes plain;
+    uint8_t escapes[kBoundedBlock * Element::kNbytes];
     std::size_t total = 0;
-    for (std::size_t at = 0; at < blocks.n; at += kBoundedBlock) {
+    for (std::size_t at = 0; at < blocks.n && total <= blocks.max_escapes; at += kBoundedBlock) {
         const std::size_t here = std::min(blocks.n - at, kBoundedBlock);
         const uint8_t* const elements = blocks.src + at * Element::kNbytes;
         for (std::size_t first = 0; first < kBoundedLanes; first += Coder<Element>::Lanes::kLanes)
             encode_group<Element, kRounding>(elements, here, by, blocks.counter, first,
                                              blocks.codes, plain);
-        const uint32_t count = collect_escapes<Element>(elements, here, plain,
-                                                        blocks.escapes + total * Element::kNbytes);
+        const uint32_t count = collect_escapes<Element>(elements, here, plain, escapes);
+        if (count > 0)
+            blocks.escapes->insert(blocks.escapes->end(), escapes,
+                                   escapes + count * Element::kNbytes);
         *blocks.counts++ = static_cast<uint16_t>(count);
         total += count;
         blocks.codes += block_codes_nbytes(kBoundedBlock, by.bits);

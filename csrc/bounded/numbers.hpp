@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cfenv>
 #include <type_traits>
+#include <vector>
 
 #include "common/dispatch.hpp"
 #include "common/layout.hpp"
@@ -157,14 +158,16 @@ struct alignas(64) PlainCodes {
 };
 
 // The elements of some blocks of a segment, and what their codes, counts and escapes are written
-// to. Only the last block may have fewer than 512.
+// to. Only the last block may have fewer than 512. Work ends early once there are more than
+// `max_escapes`.
 struct BlocksToEncode {
     const uint8_t* src;
     std::size_t n;
     Counter counter;
     uint8_t* codes;
     uint16_t* counts;
-    uint8_t* escapes;  // room for `n` elements
+    std::vector<uint8_t>* escapes;
+    std::size_t max_escapes;
 };
 
 // The codes, counts and escapes of some blocks, and where their elements go. `counts` is null if no

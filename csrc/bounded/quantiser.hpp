@@ -42,6 +42,7 @@ enum class BoundedFault : int {
     kSize = 24,        // the length is not the one that the table makes
     kChecksum = 25,
     kEscapeCount = 26,  // counts of escapes do not agree with the codes or the table
+    kStream = 27,       // a stream of a coded message is not valid
 };
 
 // Cuts a positive, finite number down to `kDigits - bits` binary digits.

@@ -491,3 +491,4 @@ class BoundedFault(IntEnum):
     SIZE = 24
     CHECKSUM = 25
     ESCAPE_COUNT = 26
+    STREAM = 27

@@ -55,6 +55,7 @@ __all__ = [
     "encode_fixed",
     "fixed_nbytes",
     "max_encoded_nbytes",
+    "raise_message_fault",
     "read_segments",
 ]
 
@@ -243,7 +244,7 @@ def decode_bounded(
     src, dst = as_bytes(message, "message"), as_writable_bytes(out, "out")
     fault, segment, code, n = _core.decode_bounded(src, kind.code, dst, threads)
     if fault:
-        _raise_message_fault(BoundedFault(fault), segment, src)
+        raise_message_fault(BoundedFault(fault), segment, src)
     if code != kind.code:
         raise ValueError(f"the message holds {DTYPE_BY_CODE[code].name}, not {kind.name}")
     if n * kind.unit_nbytes != dst.size:
@@ -302,40 +303,39 @@ def encode_fixed(
     """
     kind = _dtype(dtype)
     src = as_bytes(values, "values")
-    scratch = np.empty(_capacity(src, [segment], kind), np.uint8)
+    _capacity(src, [segment], kind)
     nbytes = fixed_nbytes(segment.n, segment.bits, dtype)
     dst = _output(out, nbytes)
     doublings = 0
-    while True:
-        wider = segment._replace(bound=segment.bound * 2.0**doublings)
-        try:
-            _encode(src, [wider], kind, rounding, seed, doublings, scratch, threads)
-            break
-        except _TooManyEscapesError as error:
-            doublings = _next_doublings(src, kind, segment, error, doublings)
-    dst[:nbytes] = scratch[:nbytes]
-    (entry,) = read_segments(scratch[:nbytes])
+    while not _encode(
+        src, [_widen(segment, doublings)], kind, rounding, seed, doublings, dst, threads
+    ):
+        if doublings == 0:
+            _require_few_not_finite(src, kind, segment)
+        doublings += 1
+    (entry,) = read_segments(dst[:nbytes])
     return FixedMessage(dst[:nbytes], entry.bound, doublings, entry.n_escapes)
 
 
-class _TooManyEscapesError(ValueError):
-    """More elements escape than there are slots."""
+def _widen(segment: Segment, doublings: int) -> Segment:
+    bound = segment.bound * 2.0**doublings
+    if bound == np.inf:
+        raise ValueError(
+            f"more elements escape than the fixed form has slots for, whatever the bound;"
+            f" {segment.bits} bits are too few: use encode_bounded"
+        )
+    return segment._replace(bound=bound)
 
 
-def _next_doublings(
-    src: ByteArray, kind: DType, segment: Segment, error: Exception, doublings: int
-) -> int:
-    """How often to double the bound next, after elements did not fit."""
+def _require_few_not_finite(src: ByteArray, kind: DType, segment: Segment) -> None:
+    """Elements that are infinite or NaN escape whatever the bound is."""
     n_slots = min(segment.n, BOUNDED_FREE_SLOTS + segment.n // BOUNDED_SLOT_SHARE)
     n_odd = _count_not_finite(src, kind)
     if n_odd > n_slots:
         raise ValueError(
             f"{n_odd} of {segment.n} elements are infinite or NaN; the fixed form keeps at most"
             f" {n_slots} elements exactly: use encode_bounded"
-        ) from None
-    if segment.bound * 2.0 ** (doublings + 1) == np.inf:
-        raise ValueError(f"{error}, at any bound; use encode_bounded") from None
-    return doublings + 1
+        )
 
 
 # The bits of infinities, by dtype; a larger magnitude is NaN.
@@ -401,7 +401,7 @@ def _sizes(segments: Sequence[Segment], kind: DType) -> tuple[int, int]:
         _refuse_types(segments)
         raise
     if fault:
-        _raise_segment_fault(BoundedFault(fault), at, segments[at], 0)
+        _raise_segment_fault(BoundedFault(fault), at, segments[at])
     return nbytes, n
 
 
@@ -425,13 +425,16 @@ def _encode(
     dst: ByteArray,
     threads: int,
 ) -> int:
+    """The bytes of the message; 0 if the fixed form has too few slots."""
     if not 0 <= seed <= _MAX_SEED:
         raise ValueError(f"seed is {seed}; it must be 0 to 2^64 - 1")
-    fault, at, nbytes, n_escapes = _core.encode_bounded(
+    fault, at, nbytes = _core.encode_bounded(
         src, segments, kind.code, int(Rounding(rounding)), seed, doublings, dst, threads
     )
+    if fault == BoundedFault.ESCAPES:
+        return 0
     if fault:
-        _raise_segment_fault(BoundedFault(fault), at, segments[at], n_escapes)
+        _raise_segment_fault(BoundedFault(fault), at, segments[at])
     return nbytes
 
 
@@ -460,13 +463,9 @@ def _require_sizes(n: int, bits: int, what: str) -> None:
         raise ValueError(f"{what} has codes of {bits} bits; allowed are 1 to {MAX_BOUNDED_BITS}")
 
 
-def _raise_segment_fault(fault: BoundedFault, at: int, segment: Segment, n_escapes: int) -> None:
+def _raise_segment_fault(fault: BoundedFault, at: int, segment: Segment) -> None:
     n, bound, bits, center = Segment(*segment)
     _require_sizes(n, bits, f"segment {at}")
-    if fault == BoundedFault.ESCAPES:
-        raise _TooManyEscapesError(
-            f"{n_escapes} of {n} elements escape at a bound of {bound} and {bits} bits"
-        )
     words = {
         BoundedFault.BOUND: f"has the bound {bound}; it must be a finite number above 0",
         BoundedFault.CENTER: f"has the center {center}, which is not a finite number of its dtype",
@@ -492,11 +491,13 @@ _MESSAGE_WORDS = {
     BoundedFault.RESERVED: "reserved bytes are not zero, at or behind segment {segment}",
     BoundedFault.SIZE: "its length is not the one that its header and its table make",
     BoundedFault.CHECKSUM: "its checksum does not match",
+    BoundedFault.STREAM: "a stream of codes is not valid",
     BoundedFault.ESCAPE_COUNT: "the escapes of segment {segment} are not as many as declared",
 }
 
 
-def _raise_message_fault(fault: BoundedFault, segment: int, src: ByteArray) -> None:
+def raise_message_fault(fault: BoundedFault, segment: int, src: ByteArray) -> None:
+    """Raises the error for what is wrong with a message."""
     if fault == BoundedFault.SHORT:
         raise TruncationError(
             f"bounded message: it has {src.size} bytes, fewer than its header declares"
