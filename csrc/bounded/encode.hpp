@@ -168,6 +168,7 @@ class BoundedEncoder {
         for (const BoundedSegment& segment : segments_) {
             if (!always && segment.entry.n_escapes == 0) continue;
             const uint64_t n = n_bounded_blocks(segment.entry.n);
+            if (n == 0) continue;
             std::memcpy(dst_ + counts_start_ + 2 * n_written, counts_.data() + segment.counts_at,
                         2 * n);
             n_written += n;

@@ -156,13 +156,16 @@ struct Coder {
     }
 
     // Sets lanes to all ones where `steps` have a code and `values` are within the bound of x. NaN
-    // is not.
+    // is not. A difference is exact if adding it gives the one and subtracting it the other number:
+    // for the larger of the two, that operation has no error of its own (Dekker 1971).
     static PACKHORSE_LOOP void check(const Reals& x, const Reals& steps, const Reals& values,
                                      const Quantiser<Real>& by, Ints& holds) {
         const auto most = static_cast<Real>(by.most);
         const Reals difference = x - values;
-        holds = (steps >= -most) & (steps <= most) & (difference <= by.limit) &
-                (difference >= -by.limit);
+        const Reals magnitude = difference < 0 ? -difference : difference;
+        const Ints is_exact = (x - difference == values) & (values + difference == x);
+        holds = (steps >= -most) & (steps <= most) & (magnitude <= by.outer) &
+                ((magnitude <= by.inner) | is_exact);
     }
 
     static PACKHORSE_LOOP void choose_nearest(const Reals& x, const Quantiser<Real>& by,

@@ -57,18 +57,22 @@ struct Double {
 // The types of elements.
 struct ElementF16 : Single {
     static constexpr std::size_t kNbytes = 2;
+    static constexpr double kLargest = 65504;
 };
 
 struct ElementBF16 : Single {
     static constexpr std::size_t kNbytes = 2;
+    static constexpr double kLargest = 0x1.FEp127;
 };
 
 struct ElementF32 : Single {
     static constexpr std::size_t kNbytes = 4;
+    static constexpr double kLargest = kMax;
 };
 
 struct ElementF64 : Double {
     static constexpr std::size_t kNbytes = 8;
+    static constexpr double kLargest = kMax;
 };
 
 // Calls work.operator()<Element>() for a dtype code of docs/format.md, section 3. Returns false if
@@ -101,7 +105,8 @@ struct Quantiser {
     Real center;
     Real step;
     Real inverse;  // 1 / step, for the encoder
-    Real limit;    // the encoder accepts a rounded difference up to this
+    Real inner;    // the encoder accepts a rounded difference up to this
+    Real outer;    // and an exact one up to this
     int32_t most;  // codes stand for -most to most steps
     uint32_t bits;
 };

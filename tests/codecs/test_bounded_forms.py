@@ -92,6 +92,7 @@ def test_the_widened_bound_holds_for_every_element_of_16_bits() -> None:
                 finite, dtype, Segment(finite.size, 0.001, 8), rounding=rounding, seed=4
             )
             assert result.doublings > 10
+            assert result.bound < 4 * float(np.max(finite.astype(np.float64)))
 
 
 def test_too_many_elements_that_are_no_numbers_are_refused() -> None:

@@ -29,7 +29,7 @@ from packhorse.kernels.bounded import (
     n_code_words,
 )
 from packhorse.layout import BOUNDED_BLOCK
-from packhorse.reference.bounded import _key, _limit_of
+from packhorse.reference.bounded import _key, _limits_of
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
@@ -86,7 +86,7 @@ def test_kernels_write_and_read_the_bytes_of_the_core(dtype: str, rounding: Roun
             entry.step,
             entry.center,
             float(np.float32(min(1 / entry.step, float(np.finfo(np.float32).max)))),
-            _limit_of(bound, np.float32),
+            *_limits_of(bound, np.float32),
         )
         expected = parts_of(message, n, bits, elements.itemsize)
         x = tensor_of(elements, dtype)
@@ -124,7 +124,7 @@ def test_escapes_beyond_the_capacity_are_not_written() -> None:
     elements = torch.full((600,), float("nan"), device=DEVICE)
     words = torch.empty(n_code_words(600, 4), dtype=torch.int32, device=DEVICE)
     counts = torch.empty(2, dtype=torch.int32, device=DEVICE)
-    encode_codes(elements, Quantiser(4, 0.5, 0.0, 2.0, 0.25), words, counts)
+    encode_codes(elements, Quantiser(4, 0.5, 0.0, 2.0, 0.25, 0.25), words, counts)
     memory = torch.zeros(10, device=DEVICE)
     ends = collect_escapes(elements, 4, words, counts, memory[:7])
     assert ends.tolist() == [512, 600]
@@ -134,7 +134,7 @@ def test_escapes_beyond_the_capacity_are_not_written() -> None:
 def test_an_empty_segment_is_no_launch() -> None:
     nothing = torch.empty(0, device=DEVICE)
     words = torch.empty(0, dtype=torch.int32, device=DEVICE)
-    encode_codes(nothing, Quantiser(4, 0.5, 0.0, 2.0, 0.25), words, words)
+    encode_codes(nothing, Quantiser(4, 0.5, 0.0, 2.0, 0.25, 0.25), words, words)
     decode_codes(words, Quantiser(4, 0.5, 0.0), nothing)
     assert collect_escapes(nothing, 4, words, words, nothing).numel() == 0
 
@@ -143,7 +143,7 @@ def test_other_tensors_are_refused() -> None:
     x = torch.zeros(100, device=DEVICE)
     words = torch.zeros(n_code_words(100, 4), dtype=torch.int32, device=DEVICE)
     counts = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    by = Quantiser(4, 0.5, 0.0, 2.0, 0.25)
+    by = Quantiser(4, 0.5, 0.0, 2.0, 0.25, 0.25)
     with pytest.raises(TypeError, match=r"torch.float64; kernels take"):
         encode_codes(x.double(), by, words, counts)
     with pytest.raises(ValueError, match="codes have 17 bits"):
@@ -169,9 +169,12 @@ for dtype, name in (("*fp32", "F32"), ("*bf16", "BF16"), ("*fp16", "F16")):
     types = {
         "elements_ptr": dtype, "escapes_ptr": dtype, "out_ptr": dtype, "words_ptr": "*i32",
         "counts_ptr": "*i32", "ends_ptr": "*i64", "center": "fp32", "step": "fp32",
-        "inverse": "fp32", "limit": "fp32",
+        "inverse": "fp32", "inner": "fp32", "outer": "fp32",
     }
-    numbers = {"n", "n_words", "key", "n_escapes", "capacity", "center", "step", "inverse", "limit"}
+    loose = {
+        "n", "n_words", "key", "n_escapes", "capacity",
+        "center", "step", "inverse", "inner", "outer",
+    }
     encoders = [
         (f"encode {word}", bounded.encode_codes_kernel, 1, {
             **kinds, "IS_F16": name == "F16", "STOCHASTIC": stochastic, "BLOCKS": 2,
@@ -186,7 +189,7 @@ for dtype, name in (("*fp32", "F32"), ("*bf16", "BF16"), ("*fp16", "F16")):
     for what, kernel, warps, constants in kernels:
         for architecture in (90, 80) if what == "encode nearest" else (90,):
             compiled = compile_kernel(
-                kernel, constants, architecture, warps, 1, fuse=False, types=types, loose=numbers
+                kernel, constants, architecture, warps, 1, fuse=False, types=types, loose=loose
             )
             text = disassemble(compiled.asm["cubin"])
             rows.append({

@@ -7,13 +7,15 @@ is an *escape* and is kept exactly. So `abs(x - decoded) <= bound` holds for eve
 infinities and NaNs come back bit by bit.
 
 Choose `bits` with `bits_for`, from the spread of the values: escapes are correct, but each costs
-its element on top of its code. Elements of 16 bits have few digits themselves: a bound below the
-spacing of the largest values makes most of these escapes.
+its element on top of its code. Elements of 16 bits have few digits themselves, so give them bounds
+that are powers of two: their errors are multiples of their own spacing, and a bound just below such
+a multiple makes a quarter of them escapes.
 
 `encode_fixed` writes messages whose length is known in advance. If more elements escape than a
 message has slots for, it doubles the bound until they fit, and reports it.
 """
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -149,7 +151,7 @@ def _reach(bound: float, bits: int, rounding: Rounding) -> float:
     """The largest distance from center 0 at which F32 elements surely have a code."""
     most: int = 2 ** (bits - 1) - 1
     # The margin of the step, and the digits that it lacks (docs/format.md, section 13).
-    step = bound * (1 - 2.0 ** (bits - 21) - 2.0 ** (bits - 23))
+    step = bound * (1 - 2.0 ** (bits - 24) - 2.0 ** (bits - 23))
     return most * step if rounding == Rounding.STOCHASTIC else (2 * most + 1) * step
 
 
@@ -318,13 +320,13 @@ def encode_fixed(
 
 
 def _widen(segment: Segment, doublings: int) -> Segment:
-    bound = segment.bound * 2.0**doublings
-    if bound == np.inf:
+    try:
+        return segment._replace(bound=math.ldexp(segment.bound, doublings))
+    except OverflowError:
         raise ValueError(
             f"more elements escape than the fixed form has slots for, whatever the bound;"
             f" {segment.bits} bits are too few: use encode_bounded"
-        )
-    return segment._replace(bound=bound)
+        ) from None
 
 
 def _require_few_not_finite(src: ByteArray, kind: DType, segment: Segment) -> None:

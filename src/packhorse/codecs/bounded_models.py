@@ -19,16 +19,15 @@ from packhorse import _core
 from packhorse.codecs.base import ByteArray, as_bytes
 from packhorse.codecs.bounded import raise_message_fault
 from packhorse.errors import BaseMismatchError, CorruptionError
-from packhorse.layout import BOUNDED_HEADER, BoundedFault
+from packhorse.layout import CODED_HEADER, BoundedFault
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = ["CodeModel"]
 
-_MODELS_OFFSET = BOUNDED_HEADER.size  # behind the header of a coded message
 # A message may be this much longer, for its elements, than the first one with the same models.
-_MAX_DRIFT = 1.02
+_MAX_DRIFT = 1.05
 _NO_MODELS = np.empty(0, np.uint8)
 
 
@@ -127,7 +126,7 @@ class CodeModel:
             raise_message_fault(BoundedFault(fault), 0, src)
         tables = self._tables
         if has_models:
-            tables = _core.CodeTables(src[_MODELS_OFFSET : _MODELS_OFFSET + models_nbytes])
+            tables = _core.CodeTables(src[CODED_HEADER.size : CODED_HEADER.size + models_nbytes])
             if not tables.is_valid or tables.crc != crc:
                 raise CorruptionError("coded message: its models break a rule")
         if (tables.models_nbytes, tables.crc) != (models_nbytes, crc):

@@ -47,14 +47,16 @@ class Quantiser(NamedTuple):
         step: the difference of neighbouring codes' values.
         center: the value of the middle code.
         inverse: 1 / step; for encoding.
-        limit: the largest rounded difference that is within the bound; for encoding.
+        inner: the largest rounded difference that is within the bound; for encoding.
+        outer: the largest exact difference that is within the bound; for encoding.
     """
 
     bits: int
     step: float
     center: float
     inverse: float = 0.0
-    limit: float = 0.0
+    inner: float = 0.0
+    outer: float = 0.0
 
 
 @triton.jit
@@ -73,6 +75,14 @@ def _round_numbers(numbers, IS_BF16: tl.constexpr, IS_F16: tl.constexpr, UPCAST:
     if IS_F16:
         return numbers.to(tl.float16).to(tl.float32)
     return numbers
+
+
+@triton.jit
+def _is_near(x, values, difference, inner, outer):
+    """Whether values are within the bound of x, although their difference may be rounded."""
+    magnitude = tl.abs(difference)
+    is_exact = (x - difference == values) & (values + difference == x)
+    return (magnitude <= outer) & ((magnitude <= inner) | is_exact)
 
 
 @triton.jit
@@ -96,7 +106,8 @@ def encode_codes_kernel(
     center,
     step,
     inverse,
-    limit,
+    inner,
+    outer,
     key,
     BITS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
@@ -119,12 +130,12 @@ def encode_codes_kernel(
         steps = tl.where(steps > scaled, steps - 1, steps)
     low = _round_numbers(steps * step + center, IS_BF16, IS_F16, UPCAST)
     gap = x - low
-    holds = (steps >= -most) & (steps <= most) & (gap <= limit) & (gap >= -limit)
+    holds = (steps >= -most) & (steps <= most) & _is_near(x, low, gap, inner, outer)
     if STOCHASTIC:
         above = steps + 1
         high = _round_numbers(above * step + center, IS_BF16, IS_F16, UPCAST)
-        rest = x - high
-        high_holds = (above >= -most) & (above <= most) & (rest <= limit) & (rest >= -limit)
+        high_holds = (above >= -most) & (above <= most)
+        high_holds = high_holds & _is_near(x, high, x - high, inner, outer)
         exceeds = gap > 0
         holds = holds & (high_holds | (gap <= 0))
         up = exceeds & (_random_shares(at, key) * (high - low) < gap)
@@ -266,7 +277,8 @@ def encode_codes(
             by.center,
             by.step,
             by.inverse,
-            by.limit,
+            by.inner,
+            by.outer,
             key - (key >> 31 << 32),  # as an i32, whatever the key is
             BITS=by.bits,
             STOCHASTIC=rounding == Rounding.STOCHASTIC,
