@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from packhorse import _core
 from packhorse._core import Base, EncodeContext, EncodeOutput, Geometry, Side
 from packhorse.codecs.base import ByteArray, encode_plane
+from packhorse.codecs.bounded import Segment, encode_bounded
 from packhorse.codecs.content import content_hash, empty_leaves
 from packhorse.disk.container import pack_tensors
 from packhorse.disk.safetensors_header import build_header
@@ -33,7 +34,17 @@ from packhorse.frame.header import (
     read_header,
     write_header,
 )
-from packhorse.layout import DTYPE_BY_NAME, DTYPES, STREAM_NBYTES_BITS, DType, Level, Mode, Split
+from packhorse.layout import (
+    BOUNDED_DTYPES,
+    DTYPE_BY_NAME,
+    DTYPES,
+    STREAM_NBYTES_BITS,
+    DType,
+    Level,
+    Mode,
+    Rounding,
+    Split,
+)
 from packhorse.numpy import FRAMEWORK as NUMPY
 from packhorse.wire.updates import DeltaSender, Shards
 
@@ -431,7 +442,39 @@ def weights_seeds() -> Seeds:
             yield name, head + breaks + make_units(kind, dtype, 2 * n_columns + 64)
 
 
+def bounded_seeds() -> Seeds:
+    """What to do and threads; elements with numbers to encode them by, and messages and coded
+    messages of such elements, with their models."""
+    for dtype, rounding in product(BOUNDED_DTYPES, Rounding):
+        for bits, bound, center in (
+            (1, 1.0, 0.0),
+            (4, 0.05, 0.5),
+            (7, 1e-3, 0.0),
+            (16, 1e-40, 0.0),
+        ):
+            numbers = struct.pack("<dd8s", bound, center, b"seed")
+            elements = make_units("weights", dtype, 700)
+            n = len(elements) // dtype.unit_nbytes
+            name = f"{dtype.name}-{rounding.name.lower()}-{bits}"
+            for form in (0, 8):
+                choice = dtype.code - BOUNDED_DTYPES[0].code | int(rounding) << 2 | form
+                yield f"encode-{name}-{form}", bytes([bits, 4, choice, bits]) + numbers + elements
+            segments = [Segment(n - 30, bound, bits), Segment(30, 1.0, 5)]
+            try:
+                message = encode_bounded(elements, dtype.name, segments, rounding=rounding)
+            except ValueError:
+                continue  # nothing fits this bound
+            yield f"message-{name}", bytes([bits, 2 + bits % 2]) + message.tobytes()
+            models = _core.choose_code_models(message)
+            tables = _core.CodeTables(np.frombuffer(models, np.uint8))
+            room = np.empty(_core.max_coded_nbytes(message.size, tables), np.uint8)
+            nbytes = _core.encode_coded(message, tables, bits % 2 == 0, room, 1)
+            head = bytes([bits, 1]) + struct.pack("<H", len(models)) + models
+            yield f"coded-{name}", head + room[:nbytes].tobytes()
+
+
 TARGETS = {
+    "bounded": bounded_seeds,
     "decode_tensor": decode_tensor_seeds,
     "decode_plane": decode_plane_seeds,
     "round_trip": round_trip_seeds,

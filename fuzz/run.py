@@ -31,6 +31,7 @@ FLAGS = (
         "-O1",
         "-g",
         "-fno-omit-frame-pointer",
+        "-ffp-contract=off",  # as the build of the package: the bits of bounded codes depend on it
         "-Wall",
         "-Wextra",
         "-Werror",
@@ -72,6 +73,7 @@ TARGETS = (
     Target("plan", "plan.cpp", "decode_tensor"),
     Target("decode_plane", "decode_plane.cpp", "decode_plane"),
     Target("weights", "weights.cpp", "weights"),
+    Target("bounded", "bounded.cpp", "bounded"),
     Target("frame", "fuzz_frame.py", "frame"),
     Target("reference", "fuzz_reference.py", "frame"),
     Target("file", "fuzz_file.py", "file", (f"-dict={FUZZ / 'file.dict'}",)),

@@ -1,9 +1,11 @@
 // Encodes a message of bounded codes (docs/format.md, section 13): all its segments in one call.
 //
 // Codes have their places from the start, so threads write them where they belong. Escapes do not:
-// each run of blocks writes its own where they would lie if all elements before them were escapes,
-// and they are moved together at the end.
+// each run of blocks collects its own, and they are joined at the end.
 #pragma once
+
+#include <atomic>
+#include <new>
 
 #include "bounded/message.hpp"
 #include "common/parallel.hpp"
@@ -26,6 +28,12 @@ inline std::vector<BoundedRun> cut_runs(const uint64_t* lengths, std::size_t n_s
         for (uint64_t at = 0; at < lengths[s]; at += kBoundedRun)
             runs.push_back({s, at, std::min(kBoundedRun, lengths[s] - at), 0});
     return runs;
+}
+
+// The bytes of a message of the fixed form.
+inline std::size_t fixed_bounded_nbytes(const SegmentSpec& spec, std::size_t element_nbytes) {
+    return bounded_head_nbytes(1) + segment_codes_nbytes(spec.n, static_cast<uint32_t>(spec.bits)) +
+           counts_nbytes(n_bounded_blocks(spec.n)) + n_bounded_slots(spec.n) * element_nbytes;
 }
 
 // The most bytes of a message: every element is an escape.
@@ -103,6 +111,10 @@ class BoundedEncoder {
     void encode_runs() {
         counts_.resize(n_counts_);
         runs_ = cut_runs(lengths_.data(), lengths_.size());
+        escapes_.resize(runs_.size());
+        const bool is_fixed = request_.header.form == BoundedForm::kFixed;
+        const std::size_t most = is_fixed ? n_bounded_slots(lengths_[0]) : ~std::size_t{0};
+        std::atomic<bool> out_of_memory{false};
         parallel_for(runs_.size(), request_.threads, [&](std::size_t, std::size_t r) {
             BoundedRun& run = runs_[r];
             const BoundedSegment& segment = segments_[run.segment];
@@ -117,24 +129,26 @@ class BoundedEncoder {
                 {counter_key(request_.seed, run.segment), static_cast<uint32_t>(run.start)},
                 dst_ + segment.codes_at + block * block_codes_nbytes(kBoundedBlock, entry.bits),
                 counts_.data() + segment.counts_at + block,
-                escapes_staged_at(first)};
-            run.n_escapes = request_.header.rounding == Rounding::kNearest
-                                ? encode_blocks<Element, Rounding::kNearest>(blocks, by, isa_)
-                                : encode_blocks<Element, Rounding::kStochastic>(blocks, by, isa_);
+                &escapes_[r],
+                most};
+            try {
+                run.n_escapes =
+                    request_.header.rounding == Rounding::kNearest
+                        ? encode_blocks<Element, Rounding::kNearest>(blocks, by, isa_)
+                        : encode_blocks<Element, Rounding::kStochastic>(blocks, by, isa_);
+            } catch (const std::bad_alloc&) {
+                out_of_memory = true;
+            }
         });
-    }
-
-    // Where a run that begins with element `first` writes its escapes at first.
-    uint8_t* escapes_staged_at(uint64_t first) const {
-        return dst_ + counts_start_ + counts_nbytes(n_counts_) + first * Element::kNbytes;
+        if (out_of_memory) throw std::bad_alloc();
     }
 
     BoundedEncoding finish() {
         for (const BoundedRun& run : runs_) segments_[run.segment].entry.n_escapes += run.n_escapes;
         const bool is_fixed = request_.header.form == BoundedForm::kFixed;
         if (is_fixed && segments_[0].entry.n_escapes > n_bounded_slots(segments_[0].entry.n))
-            return {BoundedFault::kEscapes, 0, 0, segments_[0].entry.n_escapes};
-        uint8_t* end = move_escapes(write_counts(is_fixed));
+            return {BoundedFault::kEscapes, 0, 0};
+        uint8_t* end = write_escapes(write_counts(is_fixed));
         if (is_fixed) {
             const BoundedEntry& entry = segments_[0].entry;
             const std::size_t unused =
@@ -145,7 +159,7 @@ class BoundedEncoder {
         const auto nbytes = static_cast<std::size_t>(end - dst_);
         write_table();
         seal_message(request_.header, dst_, nbytes, isa_);
-        return {BoundedFault::kNone, 0, nbytes, 0};
+        return {BoundedFault::kNone, 0, nbytes};
     }
 
     // Writes the counts of segments that have any. Returns their end, with their padding.
@@ -154,6 +168,7 @@ class BoundedEncoder {
         for (const BoundedSegment& segment : segments_) {
             if (!always && segment.entry.n_escapes == 0) continue;
             const uint64_t n = n_bounded_blocks(segment.entry.n);
+            if (n == 0) continue;
             std::memcpy(dst_ + counts_start_ + 2 * n_written, counts_.data() + segment.counts_at,
                         2 * n);
             n_written += n;
@@ -164,15 +179,10 @@ class BoundedEncoder {
         return end + padding;
     }
 
-    // Moves the escapes of all runs to `to`, one after the other. They lie behind it. Returns their
-    // end.
-    uint8_t* move_escapes(uint8_t* to) {
-        for (const BoundedRun& run : runs_) {
-            const uint64_t first = segments_[run.segment].first_element + run.start;
-            const std::size_t nbytes = run.n_escapes * Element::kNbytes;
-            if (nbytes > 0) std::memmove(to, escapes_staged_at(first), nbytes);
-            to += nbytes;
-        }
+    // Writes the escapes of all runs. Returns their end.
+    uint8_t* write_escapes(uint8_t* to) {
+        for (const std::vector<uint8_t>& escapes : escapes_)
+            to = std::copy(escapes.begin(), escapes.end(), to);
         return to;
     }
 
@@ -195,13 +205,14 @@ class BoundedEncoder {
     std::vector<uint64_t> lengths_;
     std::vector<uint16_t> counts_;
     std::vector<BoundedRun> runs_;
+    std::vector<std::vector<uint8_t>> escapes_;  // by run
     uint64_t n_counts_ = 0;
     uint64_t n_elements_ = 0;
     std::size_t counts_start_ = 0;
 };
 
-// Encodes the elements at `src` to `dst`, which has room for max_bounded_nbytes(). The dtype of the
-// request is one of this section.
+// Encodes the elements at `src` to `dst`, which has room for max_bounded_nbytes(), or for
+// fixed_bounded_nbytes() in the fixed form. The dtype of the request is one of this section.
 inline BoundedEncoding encode_bounded_message(const uint8_t* src,
                                               const std::vector<SegmentSpec>& specs,
                                               const BoundedRequest& request, uint8_t* dst,

@@ -156,13 +156,16 @@ struct Coder {
     }
 
     // Sets lanes to all ones where `steps` have a code and `values` are within the bound of x. NaN
-    // is not.
+    // is not. A difference is exact if adding it gives the one and subtracting it the other number:
+    // for the larger of the two, that operation has no error of its own (Dekker 1971).
     static PACKHORSE_LOOP void check(const Reals& x, const Reals& steps, const Reals& values,
                                      const Quantiser<Real>& by, Ints& holds) {
         const auto most = static_cast<Real>(by.most);
         const Reals difference = x - values;
-        holds = (steps >= -most) & (steps <= most) & (difference <= by.limit) &
-                (difference >= -by.limit);
+        const Reals magnitude = difference < 0 ? -difference : difference;
+        const Ints is_exact = (x - difference == values) & (values + difference == x);
+        holds = (steps >= -most) & (steps <= most) & (magnitude <= by.outer) &
+                ((magnitude <= by.inner) | is_exact);
     }
 
     static PACKHORSE_LOOP void choose_nearest(const Reals& x, const Quantiser<Real>& by,
@@ -333,15 +336,18 @@ template <class Element, Rounding kRounding>
 PACKHORSE_LOOP_ENTRY std::size_t encode_blocks(BlocksToEncode blocks,
                                                const Quantiser<typename Element::Real>& by) {
     PlainCodes plain;
+    uint8_t escapes[kBoundedBlock * Element::kNbytes];
     std::size_t total = 0;
-    for (std::size_t at = 0; at < blocks.n; at += kBoundedBlock) {
+    for (std::size_t at = 0; at < blocks.n && total <= blocks.max_escapes; at += kBoundedBlock) {
         const std::size_t here = std::min(blocks.n - at, kBoundedBlock);
         const uint8_t* const elements = blocks.src + at * Element::kNbytes;
         for (std::size_t first = 0; first < kBoundedLanes; first += Coder<Element>::Lanes::kLanes)
             encode_group<Element, kRounding>(elements, here, by, blocks.counter, first,
                                              blocks.codes, plain);
-        const uint32_t count = collect_escapes<Element>(elements, here, plain,
-                                                        blocks.escapes + total * Element::kNbytes);
+        const uint32_t count = collect_escapes<Element>(elements, here, plain, escapes);
+        if (count > 0)
+            blocks.escapes->insert(blocks.escapes->end(), escapes,
+                                   escapes + count * Element::kNbytes);
         *blocks.counts++ = static_cast<uint16_t>(count);
         total += count;
         blocks.codes += block_codes_nbytes(kBoundedBlock, by.bits);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cfenv>
 #include <type_traits>
+#include <vector>
 
 #include "common/dispatch.hpp"
 #include "common/layout.hpp"
@@ -56,18 +57,22 @@ struct Double {
 // The types of elements.
 struct ElementF16 : Single {
     static constexpr std::size_t kNbytes = 2;
+    static constexpr double kLargest = 65504;
 };
 
 struct ElementBF16 : Single {
     static constexpr std::size_t kNbytes = 2;
+    static constexpr double kLargest = 0x1.FEp127;
 };
 
 struct ElementF32 : Single {
     static constexpr std::size_t kNbytes = 4;
+    static constexpr double kLargest = kMax;
 };
 
 struct ElementF64 : Double {
     static constexpr std::size_t kNbytes = 8;
+    static constexpr double kLargest = kMax;
 };
 
 // Calls work.operator()<Element>() for a dtype code of docs/format.md, section 3. Returns false if
@@ -100,7 +105,8 @@ struct Quantiser {
     Real center;
     Real step;
     Real inverse;  // 1 / step, for the encoder
-    Real limit;    // the encoder accepts a rounded difference up to this
+    Real inner;    // the encoder accepts a rounded difference up to this
+    Real outer;    // and an exact one up to this
     int32_t most;  // codes stand for -most to most steps
     uint32_t bits;
 };
@@ -157,14 +163,16 @@ struct alignas(64) PlainCodes {
 };
 
 // The elements of some blocks of a segment, and what their codes, counts and escapes are written
-// to. Only the last block may have fewer than 512.
+// to. Only the last block may have fewer than 512. Work ends early once there are more than
+// `max_escapes`.
 struct BlocksToEncode {
     const uint8_t* src;
     std::size_t n;
     Counter counter;
     uint8_t* codes;
     uint16_t* counts;
-    uint8_t* escapes;  // room for `n` elements
+    std::vector<uint8_t>* escapes;
+    std::size_t max_escapes;
 };
 
 // The codes, counts and escapes of some blocks, and where their elements go. `counts` is null if no

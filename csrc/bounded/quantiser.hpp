@@ -42,6 +42,7 @@ enum class BoundedFault : int {
     kSize = 24,        // the length is not the one that the table makes
     kChecksum = 25,
     kEscapeCount = 26,  // counts of escapes do not agree with the codes or the table
+    kStream = 27,       // a stream of a coded message is not valid
 };
 
 // Cuts a positive, finite number down to `kDigits - bits` binary digits.
@@ -63,27 +64,35 @@ inline double spacing_at(double x) {
 }
 
 // The step for a bound: a little below twice the bound, so that errors of rounding do not add up to
-// more than the bound; for stochastic rounding, which takes either neighbour, half of that.
-template <class Numbers>
+// more than the bound; for stochastic rounding, which takes either neighbour, half of that. It is
+// at most the largest value of the elements' type: a longer one would lead to infinity.
+template <class Element>
 inline double step_for(double bound, double center, uint32_t bits, Rounding rounding) {
     const double reach = std::fabs(center) + std::ldexp(bound, static_cast<int>(bits));
-    const double margin = 4 * spacing_at<Numbers>(reach);
+    const double margin = spacing_at<Element>(reach) / 2;
     const double shrunk = std::max(bound - margin, bound / 2);
     const double whole = rounding == Rounding::kNearest ? 2 * shrunk : shrunk;
-    return cut_digits<Numbers>(std::min<double>(whole, Numbers::kMax), bits);
+    return cut_digits<Element>(std::min(whole, Element::kLargest), bits);
+}
+
+// The largest number of the coder that is within the bound.
+template <class Numbers>
+inline typename Numbers::Real outer_limit(double bound) {
+    using Real = typename Numbers::Real;
+    const auto limit = static_cast<Real>(std::min<double>(bound, Numbers::kMax));
+    return static_cast<double>(limit) > bound ? std::nextafter(limit, Real{0}) : limit;
 }
 
 // The largest number of the coder to which only differences within the bound are rounded: the
 // middle between it and the next number is within the bound. So a rounded difference up to this
 // limit proves that the exact one is within the bound.
 template <class Numbers>
-inline typename Numbers::Real limit_for(double bound) {
+inline typename Numbers::Real inner_limit(double bound) {
     using Real = typename Numbers::Real;
-    if constexpr (sizeof(Real) == sizeof(double)) return std::nextafter(bound, 0.0);
-    auto limit = static_cast<Real>(std::min<double>(bound, Numbers::kMax));
-    while (limit > 0 && limit + spacing_at<Numbers>(limit) / 2 > bound)
-        limit = std::nextafter(limit, Real{0});
-    return limit;
+    const Real limit = outer_limit<Numbers>(bound);
+    if constexpr (sizeof(Real) == sizeof(double)) return std::nextafter(limit, Real{0});
+    const bool holds = limit + spacing_at<Numbers>(limit) / 2 <= bound;
+    return holds ? limit : std::nextafter(limit, Real{0});
 }
 
 // 1 / step, or the largest number if that is beyond all numbers.
@@ -96,8 +105,13 @@ template <class Element>
 inline Quantiser<typename Element::Real> make_quantiser(double step, double center, double bound,
                                                         uint32_t bits) {
     using Real = typename Element::Real;
-    return {static_cast<Real>(center), static_cast<Real>(step), inverse_of<Element>(step),
-            limit_for<Element>(bound), most_steps(bits),        bits};
+    return {static_cast<Real>(center),
+            static_cast<Real>(step),
+            inverse_of<Element>(step),
+            inner_limit<Element>(bound),
+            outer_limit<Element>(bound),
+            most_steps(bits),
+            bits};
 }
 
 // Whether any value but the center can be coded.

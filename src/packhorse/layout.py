@@ -29,6 +29,7 @@ __all__ = [
     "CHUNK_NBYTES",
     "CLASSED_CHUNK_NBYTES",
     "CLASSED_MODELS_OFFSET",
+    "CODED_HEADER",
     "CONTENT_LEAF_NBYTES",
     "CRITICAL_FLAGS",
     "CRITICAL_FLAGS_OFFSET",
@@ -472,6 +473,8 @@ BOUNDED_HEADER = struct.Struct("<4sBBBBIIQ8s")
 BOUNDED_CRC_OFFSET = 12
 # n, n_escapes, step, center, bound, bits, reserved, doublings, reserved
 BOUNDED_ENTRY = struct.Struct("<IIdddBBH4s")
+# magic, version, has_models, reserved, n_pieces, CRC, nbytes, nbytes and CRC of the models
+CODED_HEADER = struct.Struct("<4sBB2sIIQII")
 BOUNDED_ALIGNMENT = 64  # of the codes: a cache line, and the width of a row of lanes
 BOUNDED_LANES = 16  # words of a row: as many as the widest vector register has
 BOUNDED_BLOCK = 512  # elements: then each lane has 32 codes, which fill whole words
@@ -518,3 +521,4 @@ class BoundedFault(IntEnum):
     SIZE = 24
     CHECKSUM = 25
     ESCAPE_COUNT = 26
+    STREAM = 27

@@ -318,9 +318,10 @@ def test_the_core_has_the_same_formats_of_weights(format: layout.WeightFormat) -
 
 def test_the_page_states_the_fields_of_bounded_messages() -> None:
     cells = [row for row in table_cells(section(13)) if row[0].isdigit()]
-    start = next(i for i, row in enumerate(cells) if i and row[0] == "0")
-    check_fields(cells[:start], layout.BOUNDED_HEADER)
-    check_fields(cells[start:], layout.BOUNDED_ENTRY)
+    starts = [i for i, row in enumerate(cells) if row[0] == "0"]
+    check_fields(cells[: starts[1]], layout.BOUNDED_HEADER)
+    check_fields(cells[starts[1] : starts[2]], layout.BOUNDED_ENTRY)
+    check_fields(cells[starts[2] :], layout.CODED_HEADER)
     crc = next(row for row in cells if row[2] == "CRC")
     assert int(crc[0]) == layout.BOUNDED_CRC_OFFSET
     page = section(13)
@@ -340,6 +341,7 @@ def test_the_page_states_the_fields_of_bounded_messages() -> None:
 def test_the_core_has_the_same_numbers_of_bounded_codes() -> None:
     core = cpp_constants()
     assert core["BOUNDED_HEADER_NBYTES"] == layout.BOUNDED_HEADER.size
+    assert f"kCodedHeaderNbytes = {layout.CODED_HEADER.size};" in BOUNDED
     assert core["BOUNDED_ENTRY_NBYTES"] == layout.BOUNDED_ENTRY.size
     for dtype in layout.BOUNDED_DTYPES:
         assert core[upper(f"{dtype.name}Code")] == dtype.code

@@ -7,13 +7,15 @@ is an *escape* and is kept exactly. So `abs(x - decoded) <= bound` holds for eve
 infinities and NaNs come back bit by bit.
 
 Choose `bits` with `bits_for`, from the spread of the values: escapes are correct, but each costs
-its element on top of its code. Elements of 16 bits have few digits themselves: a bound below the
-spacing of the largest values makes most of these escapes.
+its element on top of its code. Elements of 16 bits have few digits themselves, so give them bounds
+that are powers of two: their errors are multiples of their own spacing, and a bound just below such
+a multiple makes a quarter of them escapes.
 
 `encode_fixed` writes messages whose length is known in advance. If more elements escape than a
 message has slots for, it doubles the bound until they fit, and reports it.
 """
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -55,6 +57,7 @@ __all__ = [
     "encode_fixed",
     "fixed_nbytes",
     "max_encoded_nbytes",
+    "raise_message_fault",
     "read_segments",
 ]
 
@@ -148,7 +151,7 @@ def _reach(bound: float, bits: int, rounding: Rounding) -> float:
     """The largest distance from center 0 at which F32 elements surely have a code."""
     most: int = 2 ** (bits - 1) - 1
     # The margin of the step, and the digits that it lacks (docs/format.md, section 13).
-    step = bound * (1 - 2.0 ** (bits - 21) - 2.0 ** (bits - 23))
+    step = bound * (1 - 2.0 ** (bits - 24) - 2.0 ** (bits - 23))
     return most * step if rounding == Rounding.STOCHASTIC else (2 * most + 1) * step
 
 
@@ -243,7 +246,7 @@ def decode_bounded(
     src, dst = as_bytes(message, "message"), as_writable_bytes(out, "out")
     fault, segment, code, n = _core.decode_bounded(src, kind.code, dst, threads)
     if fault:
-        _raise_message_fault(BoundedFault(fault), segment, src)
+        raise_message_fault(BoundedFault(fault), segment, src)
     if code != kind.code:
         raise ValueError(f"the message holds {DTYPE_BY_CODE[code].name}, not {kind.name}")
     if n * kind.unit_nbytes != dst.size:
@@ -302,40 +305,39 @@ def encode_fixed(
     """
     kind = _dtype(dtype)
     src = as_bytes(values, "values")
-    scratch = np.empty(_capacity(src, [segment], kind), np.uint8)
+    _capacity(src, [segment], kind)
     nbytes = fixed_nbytes(segment.n, segment.bits, dtype)
     dst = _output(out, nbytes)
     doublings = 0
-    while True:
-        wider = segment._replace(bound=segment.bound * 2.0**doublings)
-        try:
-            _encode(src, [wider], kind, rounding, seed, doublings, scratch, threads)
-            break
-        except _TooManyEscapesError as error:
-            doublings = _next_doublings(src, kind, segment, error, doublings)
-    dst[:nbytes] = scratch[:nbytes]
-    (entry,) = read_segments(scratch[:nbytes])
+    while not _encode(
+        src, [_widen(segment, doublings)], kind, rounding, seed, doublings, dst, threads
+    ):
+        if doublings == 0:
+            _require_few_not_finite(src, kind, segment)
+        doublings += 1
+    (entry,) = read_segments(dst[:nbytes])
     return FixedMessage(dst[:nbytes], entry.bound, doublings, entry.n_escapes)
 
 
-class _TooManyEscapesError(ValueError):
-    """More elements escape than there are slots."""
+def _widen(segment: Segment, doublings: int) -> Segment:
+    try:
+        return segment._replace(bound=math.ldexp(segment.bound, doublings))
+    except OverflowError:
+        raise ValueError(
+            f"more elements escape than the fixed form has slots for, whatever the bound;"
+            f" {segment.bits} bits are too few: use encode_bounded"
+        ) from None
 
 
-def _next_doublings(
-    src: ByteArray, kind: DType, segment: Segment, error: Exception, doublings: int
-) -> int:
-    """How often to double the bound next, after elements did not fit."""
+def _require_few_not_finite(src: ByteArray, kind: DType, segment: Segment) -> None:
+    """Elements that are infinite or NaN escape whatever the bound is."""
     n_slots = min(segment.n, BOUNDED_FREE_SLOTS + segment.n // BOUNDED_SLOT_SHARE)
     n_odd = _count_not_finite(src, kind)
     if n_odd > n_slots:
         raise ValueError(
             f"{n_odd} of {segment.n} elements are infinite or NaN; the fixed form keeps at most"
             f" {n_slots} elements exactly: use encode_bounded"
-        ) from None
-    if segment.bound * 2.0 ** (doublings + 1) == np.inf:
-        raise ValueError(f"{error}, at any bound; use encode_bounded") from None
-    return doublings + 1
+        )
 
 
 # The bits of infinities, by dtype; a larger magnitude is NaN.
@@ -401,7 +403,7 @@ def _sizes(segments: Sequence[Segment], kind: DType) -> tuple[int, int]:
         _refuse_types(segments)
         raise
     if fault:
-        _raise_segment_fault(BoundedFault(fault), at, segments[at], 0)
+        _raise_segment_fault(BoundedFault(fault), at, segments[at])
     return nbytes, n
 
 
@@ -425,13 +427,16 @@ def _encode(
     dst: ByteArray,
     threads: int,
 ) -> int:
+    """The bytes of the message; 0 if the fixed form has too few slots."""
     if not 0 <= seed <= _MAX_SEED:
         raise ValueError(f"seed is {seed}; it must be 0 to 2^64 - 1")
-    fault, at, nbytes, n_escapes = _core.encode_bounded(
+    fault, at, nbytes = _core.encode_bounded(
         src, segments, kind.code, int(Rounding(rounding)), seed, doublings, dst, threads
     )
+    if fault == BoundedFault.ESCAPES:
+        return 0
     if fault:
-        _raise_segment_fault(BoundedFault(fault), at, segments[at], n_escapes)
+        _raise_segment_fault(BoundedFault(fault), at, segments[at])
     return nbytes
 
 
@@ -460,13 +465,9 @@ def _require_sizes(n: int, bits: int, what: str) -> None:
         raise ValueError(f"{what} has codes of {bits} bits; allowed are 1 to {MAX_BOUNDED_BITS}")
 
 
-def _raise_segment_fault(fault: BoundedFault, at: int, segment: Segment, n_escapes: int) -> None:
+def _raise_segment_fault(fault: BoundedFault, at: int, segment: Segment) -> None:
     n, bound, bits, center = Segment(*segment)
     _require_sizes(n, bits, f"segment {at}")
-    if fault == BoundedFault.ESCAPES:
-        raise _TooManyEscapesError(
-            f"{n_escapes} of {n} elements escape at a bound of {bound} and {bits} bits"
-        )
     words = {
         BoundedFault.BOUND: f"has the bound {bound}; it must be a finite number above 0",
         BoundedFault.CENTER: f"has the center {center}, which is not a finite number of its dtype",
@@ -492,11 +493,13 @@ _MESSAGE_WORDS = {
     BoundedFault.RESERVED: "reserved bytes are not zero, at or behind segment {segment}",
     BoundedFault.SIZE: "its length is not the one that its header and its table make",
     BoundedFault.CHECKSUM: "its checksum does not match",
+    BoundedFault.STREAM: "a stream of codes is not valid",
     BoundedFault.ESCAPE_COUNT: "the escapes of segment {segment} are not as many as declared",
 }
 
 
-def _raise_message_fault(fault: BoundedFault, segment: int, src: ByteArray) -> None:
+def raise_message_fault(fault: BoundedFault, segment: int, src: ByteArray) -> None:
+    """Raises the error for what is wrong with a message."""
     if fault == BoundedFault.SHORT:
         raise TruncationError(
             f"bounded message: it has {src.size} bytes, fewer than its header declares"

@@ -38,6 +38,12 @@ __all__ = ["Entry", "decode_message", "encode_message", "step_of"]
 
 _Array = NDArray[Any]
 _NUMPY = {"F16": np.float16, "BF16": ml_dtypes.bfloat16, "F32": np.float32, "F64": np.float64}
+_LARGEST = {
+    "F16": 65504.0,
+    "BF16": math.ldexp(2 - 2**-7, 127),
+    "F32": float(np.finfo(np.float32).max),
+    "F64": float(np.finfo(np.float64).max),
+}
 _DIGITS = {4: 24, 8: 53}  # by the bytes of a number of the coder
 
 
@@ -239,9 +245,9 @@ def step_of(name: str, entry: Entry, rounding: Rounding) -> float:
     """The step that the encoder chooses."""
     number = _number_of(name)
     reach = abs(entry.center) + _times_power(entry.bound, entry.bits)
-    shrunk = max(entry.bound - 4 * _spacing(reach, number), entry.bound / 2)
+    shrunk = max(entry.bound - _spacing(reach, number) / 2, entry.bound / 2)
     whole = 2 * shrunk if rounding == Rounding.NEAREST else shrunk
-    return _cut_digits(min(whole, float(np.finfo(number).max)), entry.bits, number)
+    return _cut_digits(min(whole, _LARGEST[name]), entry.bits, number)
 
 
 def _times_power(x: float, exponent: int) -> float:
@@ -258,13 +264,17 @@ def _spacing(x: float, number: type[np.floating[Any]]) -> float:
     return max(math.ldexp(1.0, exponent - _DIGITS[np.dtype(number).itemsize]), smallest)
 
 
-def _limit_of(bound: float, number: type[np.floating[Any]]) -> float:
+def _limits_of(bound: float, number: type[np.floating[Any]]) -> tuple[float, float]:
+    """The largest difference that counts if it is rounded, and the largest that counts at all."""
     if number is np.float64:
-        return float(np.nextafter(bound, 0.0))
-    limit = np.float32(min(bound, float(np.finfo(np.float32).max)))
-    while limit > 0 and float(limit) + _spacing(float(limit), np.float32) / 2 > bound:
-        limit = np.nextafter(limit, np.float32(0))
-    return float(limit)
+        return float(np.nextafter(bound, 0.0)), bound
+    outer = np.float32(min(bound, float(np.finfo(np.float32).max)))
+    if float(outer) > bound:
+        outer = np.nextafter(outer, np.float32(0))
+    inner = outer
+    if float(inner) + _spacing(float(inner), np.float32) / 2 > bound:
+        inner = np.nextafter(inner, np.float32(0))
+    return float(inner), float(outer)
 
 
 def encode_message(
@@ -377,7 +387,11 @@ def _steps_to_values(name: str, q: _Array, entry: Entry) -> _Array:
 
 def _holds(name: str, x: _Array, q: _Array, entry: Entry) -> _Array:
     number = _number_of(name)
-    limit = number(_limit_of(entry.bound, number))
-    difference = np.abs(x - _steps_to_values(name, q, entry))
-    holds: _Array = (np.abs(q) <= 2 ** (entry.bits - 1) - 1) & (difference <= limit)
+    value = _steps_to_values(name, q, entry)
+    difference = x - value
+    is_exact = (x - difference == value) & (value + difference == x)
+    inner, outer = (number(limit) for limit in _limits_of(entry.bound, number))
+    near = np.abs(difference) <= inner
+    in_range = (np.abs(q) <= 2 ** (entry.bits - 1) - 1) & (np.abs(difference) <= outer)
+    holds: _Array = in_range & (near | is_exact)
     return holds
