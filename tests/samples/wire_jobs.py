@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -218,3 +219,38 @@ def in_background(n: int) -> list[bool]:
         found.append(work.wait() and work.is_completed() and result is tensor)
         found.append(same(tensor, _reduced(parts, "SUM")))
     return found
+
+
+def on_a_device() -> list[tuple[str, str]]:
+    """How calls with tensors that are not in host memory run. The group and the device do nothing:
+    this is about which way calls take."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    collectives = Collectives()
+    x = torch.empty(8, 4, device="meta", dtype=torch.bfloat16)
+    collectives.all_to_all_single(torch.empty_like(x), x)
+    collectives.all_gather(torch.empty_like(x), x)
+    collectives.broadcast(x, 0)
+    collectives.reduce_scatter(torch.empty_like(x), x)
+    work = collectives.all_reduce(x, async_op=True)
+    assert work is not None
+    assert work.wait()
+    return [(row.arm.name, row.why) for row in collectives.rows()]
+
+
+def overhead(n_calls: int) -> float:
+    """Processor time of this thread that a short call takes more than PyTorch's own, in seconds."""
+    collectives, x = Collectives(choice="raw", timeout=30), torch.ones(16)
+    ours, theirs = [], []
+    for _ in range(5):
+        start = time.thread_time()
+        for _ in range(n_calls):
+            collectives.all_reduce(x, dist.ReduceOp.MAX)
+        middle = time.thread_time()
+        for _ in range(n_calls):
+            dist.all_reduce(x, dist.ReduceOp.MAX)
+        ours.append(middle - start)
+        theirs.append(time.thread_time() - middle)
+    return (min(ours) - min(theirs)) / n_calls

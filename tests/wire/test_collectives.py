@@ -38,3 +38,14 @@ def test_any_layout_will_do(size: int, tmp_path: Path) -> None:
 def test_collectives_go_on_in_the_background(tmp_path: Path) -> None:
     for found in values(run_ranks(3, jobs.in_background, 700_000, store=tmp_path / "store")):
         assert found == [True] * len(found)
+
+
+def test_tensors_on_a_device_travel_as_pytorch_sends_them(tmp_path: Path) -> None:
+    (rows,) = values(run_ranks(1, jobs.on_a_device, store=tmp_path / "store"))
+    why = "tensors on a device travel as PyTorch sends them: frames are encoded on the host only"
+    assert rows == [("TORCH", why)] * 5
+
+
+def test_a_short_call_costs_little_more_than_pytorchs_own(tmp_path: Path) -> None:
+    for seconds in values(run_ranks(2, jobs.overhead, 200, store=tmp_path / "store")):
+        assert seconds < 1e-4

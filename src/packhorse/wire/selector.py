@@ -248,7 +248,7 @@ class Selector:
         Returns:
             The choice; None if the ranks must ask each other, and then `ask`.
         """
-        course = self._courses.setdefault(key, _Course(arms))
+        course = self._course(key, arms)
         course.n_calls += 1
         if len(course.arms) == 1:
             course.why = "the only way for these tensors"
@@ -305,9 +305,15 @@ class Selector:
 
     def note(self, key: Key, arm: Arm, why: str) -> None:
         """Takes note of a call that there was no choice for."""
-        course = self._courses.setdefault(key, _Course([arm]))
+        course = self._course(key, (arm,))
         course.n_calls += 1
         course.arm, course.why = arm, why
+
+    def _course(self, key: Key, arms: Sequence[Arm]) -> _Course:
+        course = self._courses.get(key)
+        if course is None:
+            course = self._courses[key] = _Course(arms)
+        return course
 
     def rows(self) -> list[Row]:
         """What is known of each kind of call, in the order of their first calls."""
