@@ -84,7 +84,7 @@ class Collectives:
         self._peers = Peers(group, as_timeout(timeout), {"object": "Collectives", **options})
         self._choice = choice
         self._ways = Ways(Carrier(self._peers, resolved, resolve_threads(threads)))
-        self._selector = Selector(rates)
+        self._selector = Selector(self._peers.size, rates)
         self._background = Background()
 
     @property
