@@ -82,11 +82,18 @@ def test_a_rank_that_is_killed_in_mid_collective_is_named(operation: str, tmp_pa
     assert next(iter(found)).startswith(words)
 
 
-def test_a_rank_that_is_killed_beside_pytorchs_own_collective_is_named(tmp_path: Path) -> None:
-    outcomes = run_ranks(3, jobs.die_in_pytorch, 20, store=tmp_path / "store")
-    words = "PeerError: rank 1 closed the connection during all_reduce (operation 2): "
-    for rank in (0, 2):
+@pytest.mark.parametrize("store", ["store", "store.tcp"])
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("choice", ["raw", "packed"])
+def test_a_dead_rank_is_named_even_if_it_served_the_store(
+    choice: str, culprit: int, store: str, tmp_path: Path
+) -> None:
+    outcomes = run_ranks(3, jobs.die_between, choice, culprit, 20, store=tmp_path / store)
+    words = f"PeerError: rank {culprit} closed the connection during all_reduce (operation 2): "
+    for rank in {0, 1, 2} - {culprit}:
         assert outcomes[rank].value[0].startswith(words)
+        assert outcomes[rank].seconds < 8
+    assert len({str(outcomes[rank].value) for rank in {0, 1, 2} - {culprit}}) == 1
 
 
 def test_a_rank_that_does_not_come_is_named_after_the_time_out(tmp_path: Path) -> None:
