@@ -46,6 +46,7 @@ from packhorse.layout import (
     Split,
 )
 from packhorse.numpy import FRAMEWORK as NUMPY
+from packhorse.wire.pieces import PieceEncoder, capacity_of, finish
 from packhorse.wire.updates import DeltaSender, Shards
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "samples"))
@@ -320,6 +321,21 @@ def frame_seeds() -> Seeds:
         yield name, bytes([number * 8 + number % 8 & 0xFF]) + frame
 
 
+def piece_seeds() -> Seeds:
+    """Control, dtype, elements of the piece, message."""
+    whole = [dtype for dtype in DTYPES if dtype.bits % 8 == 0]
+    for number, (row, kind) in enumerate(product(whole, ("weights", "noise"))):
+        data = make_units(kind, row, 300)
+        piece = np.frombuffer(data, np.uint8)
+        memory = np.empty(capacity_of(row.name, piece.size), np.uint8)
+        level = None if number % 7 == 0 else Level(1 + number % 3)
+        message = memory[: PieceEncoder(row.name, level, 1).encode(piece, memory)]
+        finish(message, number)
+        n = 8 * piece.size // row.bits
+        head = struct.pack("<BBH", number * 8 + number % 8 & 0xFF, whole.index(row), n)
+        yield f"{row.name}-{kind}", head + message.tobytes()
+
+
 def _tensors(number: int) -> dict[str, tuple[DType, bytes]]:
     rows = [DTYPES[(3 * number + i) % len(DTYPES)] for i in range(3)]
     kinds = [KINDS[(number + i) % len(KINDS)] for i in range(3)]
@@ -483,6 +499,7 @@ TARGETS = {
     "file": file_seeds,
     "manifest": manifest_seeds,
     "update": update_seeds,
+    "piece": piece_seeds,
 }
 
 

@@ -79,6 +79,7 @@ TARGETS = (
     Target("file", "fuzz_file.py", "file", (f"-dict={FUZZ / 'file.dict'}",)),
     Target("manifest", "fuzz_manifest.py", "manifest"),
     Target("update", "fuzz_update.py", "update"),
+    Target("piece", "fuzz_piece.py", "piece"),
 )
 _printing = threading.Lock()
 

@@ -1,4 +1,5 @@
-"""The examples: training and filling a shelf in killed processes, serving a packed model."""
+"""The examples: training and filling a shelf in killed processes, serving a packed model,
+training on two processes."""
 
 import os
 import re
@@ -100,6 +101,22 @@ def test_the_guide_to_packed_weights_runs(
     assert capsys.readouterr().out.count("16 packed, 0 left") == 3
     assert torch.equal(names["model"].generate(**inputs), names["tokens"])
     assert isinstance(names["layer"], PackedLinear)
+
+
+def test_ddp_with_packed_gradients_has_the_same_losses() -> None:
+    example = EXAMPLES / "wire_ddp.py"
+    assert len(example.read_text().splitlines()) < 60
+    done = subprocess.run(
+        [sys.executable, example, "--steps", "12", "--choice", "packed"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, last = map(float, re.findall(r"\d\.\d+", done.stdout.splitlines()[0]))
+    assert last < first
+    assert "the losses are the same: True" in done.stdout
+    assert re.search(
+        r"^all_reduce float32 to 2 MiB ddp  packed .* choice is packed$", done.stdout, re.M
+    )
 
 
 def test_gmra_describes_a_surface(

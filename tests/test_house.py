@@ -57,6 +57,7 @@ THIRD_PARTY = {
     "integrations.zarr": {"numpy", "zarr"},
     "learn": {"numpy", "scipy", "sklearn", "threadpoolctl"},
     "learn.swag": {"numpy", "torch"},
+    "wire": {"numpy", "torch"},
     "cli": {"numpy", "rich", "typer"},
 }
 

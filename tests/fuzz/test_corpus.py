@@ -20,6 +20,7 @@ from packhorse.disk.safetensors_header import parse_file_header
 from packhorse.frame import Frame
 from packhorse.layout import DTYPES, Level, Mode, Split
 from packhorse.numpy import FRAMEWORK as NUMPY
+from packhorse.wire.pieces import Kind, decode_piece
 from packhorse.wire.updates import DeltaReceiver
 
 FUZZ = Path(__file__).parents[2] / "fuzz"
@@ -135,3 +136,18 @@ def test_every_seed_of_an_update_is_good() -> None:
         target.main(seed)
         assert len(seed) < 8192, name
         assert target.sealed(seed[1:]) == seed[1:], name
+
+
+def test_pieces_decode() -> None:
+    whole = [dtype for dtype in DTYPES if dtype.bits % 8 == 0]
+    kinds = set()
+    for name, seed in seeds("piece").items():
+        dtype, nbytes = (
+            whole[seed[1]],
+            int.from_bytes(seed[2:4], "little") * whole[seed[1]].bits // 8,
+        )
+        assert name.rpartition("-")[0] == dtype.name
+        piece = np.empty(nbytes, np.uint8)
+        decode_piece(np.frombuffer(seed[4:], np.uint8), dtype.name, piece, 1)
+        kinds.add(seed[4 + 8])
+    assert kinds == set(Kind)

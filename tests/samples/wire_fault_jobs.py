@@ -128,14 +128,14 @@ _TAMPERS: dict[str, Tamper] = {
 }
 
 
-def die_in_pytorch(timeout: float) -> list[str]:
-    """Rank 1 dies while the others are in PyTorch's own collective."""
-    collectives = Collectives(choice="raw", timeout=timeout)
-    collectives.all_reduce(torch.ones(10))
-    if dist.get_rank() == 1:
+def die_between(choice: str, culprit: int, timeout: float) -> list[str]:
+    """A rank dies while the others are in their second collective."""
+    collectives, x = Collectives(choice=choice, timeout=timeout), torch.ones(100_000)
+    collectives.all_reduce(x)
+    if dist.get_rank() == culprit:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        collectives.all_reduce(torch.ones(10))
+        collectives.all_reduce(x)
     except Exception as error:
         return [f"{type(error).__name__}: {error}"]
     return []

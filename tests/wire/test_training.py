@@ -6,11 +6,10 @@ import pytest
 import wire_training as jobs
 from wire_ranks import run_ranks, values
 
-STEPS = 6
+STEPS = 5
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("choice", ["packed", "auto"])
+@pytest.mark.parametrize(("choice", "optimizer"), [("packed", "adamw"), ("auto", "muon")])
 def test_ddp_on_two_ranks_trains_to_the_same_bits(
     choice: str, optimizer: str, tmp_path: Path
 ) -> None:
@@ -39,8 +38,9 @@ def test_fsdp2_on_two_ranks_trains_to_the_same_bits(
     assert found[0]["packed"][1] == found[1]["packed"][1]
 
 
+@pytest.mark.slow
 def test_four_ranks_have_the_same_weights(tmp_path: Path) -> None:
-    for job in ((jobs.ddp, "adamw", "packed", STEPS), (jobs.fsdp, "adamw", "packed", STEPS, True)):
+    for job in ((jobs.ddp, "adamw", "packed", 3), (jobs.fsdp, "adamw", "packed", 3, True)):
         found = values(run_ranks(4, *job, store=tmp_path / job[0].__name__))
         assert len({one["packed"][1] for one in found}) == 1
         for one in found:

@@ -16,24 +16,6 @@ if not dist.is_available():
         "another build"
     )
 
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BroadcastOptions,
-    GradBucket,
-    ReduceScatterOptions,
-    Store,
-)
+from torch._C import _distributed_c10d as c10d  # has types that torch.distributed does not name
 
-__all__ = [
-    "AllToAllOptions",
-    "AllgatherOptions",
-    "AllreduceOptions",
-    "BroadcastOptions",
-    "GradBucket",
-    "ReduceScatterOptions",
-    "Store",
-    "dist",
-    "torch",
-]
+__all__ = ["c10d", "dist", "torch"]

@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import NamedTuple
 
 from packhorse.errors import CompatibilityError, CorruptionError, PackhorseError, PeerError
-from packhorse.wire.backend import Store
+from packhorse.wire.backend import c10d
 
 __all__ = ["Board", "Failure"]
 
@@ -68,7 +68,7 @@ class Board:
         size: how many ranks there are.
     """
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
+    def __init__(self, store: c10d.Store, rank: int, size: int) -> None:
         number = store.add(f"packhorse/wire/objects/{rank}", 1)
         self._store = store
         self._prefix = f"packhorse/wire/{number}"

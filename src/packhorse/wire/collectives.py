@@ -84,7 +84,7 @@ class Collectives:
         self._peers = Peers(group, as_timeout(timeout), {"object": "Collectives", **options})
         self._choice = choice
         self._ways = Ways(Carrier(self._peers, resolved, resolve_threads(threads)))
-        self._selector = Selector(rates)
+        self._selector = Selector(self._peers.size, rates)
         self._background = Background()
 
     @property
@@ -331,9 +331,11 @@ class Collectives:
         async_op: bool,
     ) -> Pending | None:
         def call() -> None:
-            with torch.no_grad():
-                self._run(key, nbytes, output, input, run)
+            self._run(key, nbytes, output, input, run)
 
+        if async_op and output.device.type != "cpu":
+            call()  # puts it into the stream of the caller's thread, and does not wait
+            return Pending.done(output)
         if async_op:
             return self._background.begin(call, output)
         self._background.run(call)
@@ -348,16 +350,15 @@ class Collectives:
         run: Callable[[Arm, torch.Tensor, torch.Tensor], Effort],
     ) -> None:
         """Runs a collective on contiguous tensors."""
-        source = input.detach().resolve_conj().resolve_neg().contiguous()
-        is_plain = output.is_contiguous() and not output.is_conj() and not output.is_neg()
+        source, is_plain = input.detach(), _is_plain(output)
+        if not _is_plain(source):
+            source = source.resolve_conj().resolve_neg().contiguous()
         if output is input:
             target = source
         elif is_plain:
             target = output.detach()
         else:
-            target = torch.empty_like(source, memory_format=torch.contiguous_format).new_empty(
-                output.shape
-            )
+            target = source.new_empty(output.shape)
         self._choose_and_run(key, nbytes, target, lambda arm: run(arm, target, source))
         if not is_plain:
             output.detach().copy_(target)
@@ -416,6 +417,11 @@ def _key(operation: str, tensor: torch.Tensor, nbytes: int | None, label: str) -
         row = math.prod(tensor.shape[1:]) * tensor.itemsize
         return Key(operation, dtype, None, label or f"in rows of {row} B")
     return Key(operation, dtype, max(nbytes - 1, 0).bit_length(), label)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a tensor holds its values, one after the other."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _check_alike(output: torch.Tensor, input: torch.Tensor) -> None:

@@ -9,14 +9,16 @@ DDP compares the annotations of its hook with types, so this module leaves them 
 
 from collections.abc import Sequence
 
-from packhorse.wire.backend import GradBucket, dist, torch
+from packhorse.wire.backend import c10d, dist, torch
 from packhorse.wire.collectives import Collectives
 from packhorse.wire.pending import Pending
 
 __all__ = ["PackedAllGather", "PackedReduceScatter", "compression_hook", "shard_traffic"]
 
 
-def compression_hook(state: Collectives, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def compression_hook(
+    state: Collectives, bucket: c10d.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """A communication hook for DistributedDataParallel: averages gradients, without loss.
 
     Buckets are averaged in the background, in their order, while backward goes on. Use the same

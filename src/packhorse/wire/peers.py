@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 from packhorse.errors import CompatibilityError, CorruptionError, PackhorseError, PeerError
-from packhorse.wire.backend import AllToAllOptions, dist, torch
+from packhorse.wire.backend import c10d, dist, torch
 from packhorse.wire.board import Board, Failure
 from packhorse.wire.handshake import ranks_words, shake_hands
 
@@ -102,8 +102,9 @@ class Peers:
         if self.size > 1:
             self._board = Board(self.group.get_group_store(), self.rank, self.size)
         self._has_met = self.size == 1
-        self._transfer_options = AllToAllOptions()
-        self._transfer_options.timeout = timeout + _MARGIN
+        self._transfer_options = c10d.AllToAllOptions()
+        self._backend_timeout = timeout + _MARGIN
+        self._transfer_options.timeout = self._backend_timeout
 
     @contextmanager
     def operation(self, what: str) -> Iterator[None]:
@@ -157,7 +158,7 @@ class Peers:
             What to pass to `wait`.
         """
         try:
-            return collective(self.group, self.timeout + _MARGIN, *args)
+            return collective(self.group, self._backend_timeout, *args)
         except RuntimeError as error:
             raise self._diagnosis(error) from error
 
@@ -211,6 +212,18 @@ class Peers:
             failure = self._board.failure()
             if failure is not None:
                 raise failure.error()
+
+    def wait_on_device(self, work: dist.Work) -> None:
+        """Waits for a transfer of a device's tensors as PyTorch does: its backend, which orders
+        streams, has time-outs of its own, and would end its connections after one of ours.
+
+        Raises:
+            PackhorseError: it failed.
+        """
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._diagnosis(error) from error
 
     def _diagnosis(self, error: RuntimeError) -> PackhorseError:
         """What a transfer that failed means, as every rank says it."""

@@ -23,6 +23,13 @@ class Pending:
         self._future = future
         self._result = result
 
+    @classmethod
+    def done(cls, result: torch.Tensor) -> Pending:
+        """A collective that has ended, or that a stream of a device has in order."""
+        future: Future[None] = Future()
+        future.set_result(None)
+        return cls(future, result)
+
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits until the collective has ended.
 
@@ -42,7 +49,9 @@ class Pending:
 
     def get_future(self) -> torch.futures.Future[torch.Tensor]:
         """A future of PyTorch, which yields the tensor that the collective writes to."""
-        found: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        device = self._result.device
+        devices: list[int | str | torch.device] = [] if device.type == "cpu" else [device]
+        found: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
 
         def tell(done: Future[None]) -> None:
             error = done.exception()

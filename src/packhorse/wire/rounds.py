@@ -24,7 +24,7 @@ __all__ = ["DEPTH", "PIECE_NBYTES", "Rounds", "n_pieces_of", "piece_of"]
 PIECE_NBYTES = 1 << 20  # a multiple of the size of every element
 DEPTH = 2  # rounds on their way at once
 # Memory for rounds on their way, for the one that begins, and for those whose sizes it carries.
-N_OUTGOING = 2 * DEPTH + 1
+_N_OUTGOING = 2 * DEPTH + 1
 
 
 def n_pieces_of(nbytes: int) -> int:
@@ -47,13 +47,13 @@ class Rounds:
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        self._outgoing = [np.empty(0, np.uint8) for _ in range(N_OUTGOING)]
+        self._outgoing = [np.empty(0, np.uint8) for _ in range(_N_OUTGOING)]
         self._incoming = [np.empty(0, np.uint8) for _ in range(DEPTH)]
 
     def outgoing(self, round_: int, nbytes: int) -> ByteArray:
         """Memory to prepare the messages of a round in, of at least `nbytes` bytes. It may be
         prepared as soon as `run` asks for the messages of `DEPTH` rounds before it."""
-        return _grown(self._outgoing, round_ % N_OUTGOING, nbytes)
+        return _grown(self._outgoing, round_ % _N_OUTGOING, nbytes)
 
     def run(
         self,

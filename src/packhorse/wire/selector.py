@@ -110,7 +110,7 @@ class Row(NamedTuple):
         n_timed: how many of them were timed.
         nbytes: bytes of a call of the last trial, on the rank that has the most; 0 before one.
         seconds: what such a call takes each way, on the slowest rank.
-        link: GB/s of the faster way that does not pack.
+        link: GB/s that a rank received in the faster way that does not pack.
         encode: GB/s of encoding on this rank; 0 if nothing was packed. The same for `decode`.
         decode: GB/s of decoding.
         ratio: what packing made of the bytes of this rank; 0 if nothing was packed.
@@ -134,7 +134,7 @@ def predict(rates: Rates, nbytes: int) -> dict[Arm, float]:
 
     Args:
         rates: of the link and the codec.
-        nbytes: bytes that a rank sends, before packing.
+        nbytes: bytes that a rank receives, before packing.
 
     Returns:
         The seconds without packing and with it. Packing overlaps with sending, apart from the
@@ -230,10 +230,12 @@ class Selector:
     """Chooses, for each kind of call, and can say why.
 
     Args:
+        size: how many ranks the group has.
         rates: what to choose by, instead of measuring; the same on all ranks.
     """
 
-    def __init__(self, rates: Rates | None = None) -> None:
+    def __init__(self, size: int, rates: Rates | None = None) -> None:
+        self._size = size
         self._rates = rates
         self._courses: dict[Key, _Course] = {}
 
@@ -248,7 +250,7 @@ class Selector:
         Returns:
             The choice; None if the ranks must ask each other, and then `ask`.
         """
-        course = self._courses.setdefault(key, _Course(arms))
+        course = self._course(key, arms)
         course.n_calls += 1
         if len(course.arms) == 1:
             course.why = "the only way for these tensors"
@@ -259,7 +261,8 @@ class Selector:
         if self._rates is not None:
             # Ranks that may have different sizes cannot choose by them.
             size = 1 << (30 if key.size_class is None else key.size_class)
-            known = {arm: s for arm, s in predict(self._rates, size).items() if arm in course.arms}
+            times = predict(self._rates, int(size * self._share(key)))
+            known = {arm: time for arm, time in times.items() if arm in course.arms}
             course.arm = _best_of(known or {course.arm: 1.0})
             course.why = f"by the given rates: {_why(course.arm, known or {course.arm: 1.0})}"
             return Choice(course.arm)
@@ -305,22 +308,33 @@ class Selector:
 
     def note(self, key: Key, arm: Arm, why: str) -> None:
         """Takes note of a call that there was no choice for."""
-        course = self._courses.setdefault(key, _Course([arm]))
+        course = self._course(key, (arm,))
         course.n_calls += 1
         course.arm, course.why = arm, why
 
+    def _course(self, key: Key, arms: Sequence[Arm]) -> _Course:
+        course = self._courses.get(key)
+        if course is None:
+            course = self._courses[key] = _Course(arms)
+        return course
+
     def rows(self) -> list[Row]:
         """What is known of each kind of call, in the order of their first calls."""
-        return [_row_of(key, course) for key, course in self._courses.items()]
+        return [_row_of(key, course, self._share(key)) for key, course in self._courses.items()]
+
+    def _share(self, key: Key) -> float:
+        """The bytes that a rank receives in a call, for each byte that it holds."""
+        others = (self._size - 1) / self._size
+        return {"broadcast": 1.0, "all_reduce": 2 * others}.get(key.operation, others)
 
 
-def _row_of(key: Key, course: _Course) -> Row:
+def _row_of(key: Key, course: _Course, share: float) -> Row:
     effort, known = course.effort, course.known()
     raw = min((time for arm, time in known.items() if arm != Arm.PACKED), default=0.0)
     return Row(
         key, course.arm, course.why, course.n_calls, course.n_timed, course.nbytes,
         {arm: time * course.nbytes for arm, time in known.items()},
-        _rate(1, raw), _rate(effort.nbytes, effort.encode_seconds),
+        _rate(share, raw), _rate(effort.nbytes, effort.encode_seconds),
         _rate(effort.decoded_nbytes, effort.decode_seconds),
         effort.nbytes / effort.encoded_nbytes if effort.encoded_nbytes else 0.0,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from packhorse.wire.backend import torch
 from packhorse.wire.handshake import agree_or_raise
 from packhorse.wire.peers import Peers
 
-__all__ = ["NBYTES", "Statement", "exchange_statements"]
+__all__ = ["NBYTES", "Statement", "check_sizes", "exchange_statements"]
 
 NBYTES = 88
 _MAGIC = b"PHWS"

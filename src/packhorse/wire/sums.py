@@ -17,6 +17,7 @@ __all__ = ["OPERATIONS", "check_operation", "reduce_into"]
 
 # The order gives each its number in statements.
 OPERATIONS = ("SUM", "AVG", "MIN", "MAX", "PRODUCT")
+_NAMES = {getattr(dist.ReduceOp, name): name for name in OPERATIONS}
 _Operator = Callable[[torch.Tensor, torch.Tensor], object]
 _OPERATORS: dict[str, _Operator] = {
     "SUM": torch.Tensor.add_,
@@ -43,7 +44,9 @@ def check_operation(op: object, dtype: torch.dtype) -> str:
     Raises:
         ValueError: there is no such reduction for this dtype.
     """
-    name = next((name for name in OPERATIONS if op == getattr(dist.ReduceOp, name)), None)
+    name = _NAMES.get(op) if isinstance(op, dist.ReduceOp.RedOpType) else None
+    if name is None:
+        name = next((name for kind, name in _NAMES.items() if op == kind), None)
     if name is None:
         raise ValueError(f"op is {op}; it must be one of {', '.join(OPERATIONS)}")
     if dtype.is_complex and name not in ("SUM", "AVG"):

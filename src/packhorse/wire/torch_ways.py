@@ -8,15 +8,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from packhorse.wire.backend import (
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BroadcastOptions,
-    ReduceScatterOptions,
-    dist,
-    torch,
-)
+from packhorse.wire.backend import c10d, dist, torch
 
 __all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "can_reduce", "reduce_scatter"]
 
@@ -45,7 +37,7 @@ def all_to_all(
     input_nbytes: list[int],
 ) -> dist.Work:
     """`all_to_all_single`; the lengths of the parts are in bytes."""
-    options = AllToAllOptions()
+    options = c10d.AllToAllOptions()
     options.timeout = timeout
     return group.alltoall_base(
         _as_bytes(output), _as_bytes(input), output_nbytes, input_nbytes, options
@@ -56,7 +48,7 @@ def all_gather(
     group: dist.ProcessGroup, timeout: timedelta, output: torch.Tensor, input: torch.Tensor
 ) -> dist.Work:
     """`all_gather_into_tensor`."""
-    options = AllgatherOptions()
+    options = c10d.AllgatherOptions()
     options.timeout = timeout
     return group._allgather_base(_as_bytes(output), _as_bytes(input), options)
 
@@ -65,7 +57,7 @@ def broadcast(
     group: dist.ProcessGroup, timeout: timedelta, tensor: torch.Tensor, root: int
 ) -> dist.Work:
     """`broadcast`; the root is a rank of the group."""
-    options = BroadcastOptions()
+    options = c10d.BroadcastOptions()
     options.timeout = timeout
     options.rootRank = root
     options.rootTensor = 0
@@ -80,7 +72,7 @@ def reduce_scatter(
     op: dist.ReduceOp.RedOpType,
 ) -> dist.Work:
     """`reduce_scatter_tensor`."""
-    options = ReduceScatterOptions()
+    options = c10d.ReduceScatterOptions()
     options.timeout = timeout
     options.reduceOp = dist.ReduceOp(op)
     return group._reduce_scatter_base(output, input, options)
@@ -93,7 +85,7 @@ def all_reduce(
     op: dist.ReduceOp.RedOpType,
 ) -> dist.Work:
     """`all_reduce`."""
-    options = AllreduceOptions()
+    options = c10d.AllreduceOptions()
     options.timeout = timeout
     options.reduceOp = dist.ReduceOp(op)
     return group.allreduce([tensor], options)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
@@ -39,8 +40,15 @@ class Ways:
         self._peers = carrier.peers
         self._scratch: list[ByteArray] = []
 
-    def _wait(self, work: dist.Work) -> Effort:
-        self._peers.wait(work)
+    def _run(
+        self, collective: Callable[..., dist.Work], tensor: torch.Tensor, *args: Any
+    ) -> Effort:
+        """Runs a collective of PyTorch."""
+        work = self._peers.begin(collective, tensor, *args)
+        if tensor.device.type == "cpu":
+            self._peers.wait(work)
+        else:
+            self._peers.wait_on_device(work)
         return Effort()
 
     def _carry(self, delivery: Delivery, arm: Arm) -> Effort:
@@ -68,10 +76,8 @@ class Ways:
                 f"{output_nbytes[peers.rank]}; make the splits fit"
             )
         if arm == Arm.TORCH:
-            return self._wait(
-                peers.begin(
-                    torch_ways.all_to_all, output, input, list(output_nbytes), list(input_nbytes)
-                )
+            return self._run(
+                torch_ways.all_to_all, output, input, list(output_nbytes), list(input_nbytes)
             )
         sent = _cut(bytes_of(input), input_nbytes)
         received = _cut(bytes_of(output), output_nbytes)
@@ -88,7 +94,7 @@ class Ways:
     def all_gather(self, arm: Arm, output: torch.Tensor, input: torch.Tensor) -> Effort:
         """`all_gather_into_tensor`."""
         if arm == Arm.TORCH:
-            return self._wait(self._peers.begin(torch_ways.all_gather, output, input))
+            return self._run(torch_ways.all_gather, output, input)
         size, mine = self._peers.size, bytes_of(input)
         parts = _cut(bytes_of(output), [mine.size] * size)
         np.copyto(parts[self._peers.rank], mine)
@@ -111,7 +117,7 @@ class Ways:
     def broadcast(self, arm: Arm, tensor: torch.Tensor, root: int) -> Effort:
         """`broadcast`; the root is a rank of the group."""
         if arm == Arm.TORCH:
-            return self._wait(self._peers.begin(torch_ways.broadcast, tensor, root))
+            return self._run(torch_ways.broadcast, tensor, root)
         rank, size, data = self._peers.rank, self._peers.size, bytes_of(tensor)
         is_root = rank == root
         outgoing = [data if is_root and i != rank else _EMPTY for i in range(size)]
@@ -129,7 +135,7 @@ class Ways:
         """`reduce_scatter_tensor`."""
         if arm == Arm.TORCH:
             op = getattr(dist.ReduceOp, name)
-            return self._wait(self._peers.begin(torch_ways.reduce_scatter, output, input, op))
+            return self._run(torch_ways.reduce_scatter, output, input, op)
         result = bytes_of(output)
         parts = _cut(bytes_of(input), [result.size] * self._peers.size)
         return self._reduce(arm, "rs", input, parts, result, name)
@@ -138,7 +144,7 @@ class Ways:
         """`all_reduce`: each rank reduces a part, and sends it to all others."""
         if arm == Arm.TORCH:
             op = getattr(dist.ReduceOp, name)
-            return self._wait(self._peers.begin(torch_ways.all_reduce, tensor, op))
+            return self._run(torch_ways.all_reduce, tensor, op)
         size, n = self._peers.size, tensor.numel()
         lengths = [(n * (i + 1) // size - n * i // size) * tensor.itemsize for i in range(size)]
         parts = _cut(bytes_of(tensor), lengths)
