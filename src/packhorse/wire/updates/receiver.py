@@ -117,7 +117,14 @@ class StagedUpdate:
         return sorted(self.units.keys() | self.frames.keys())
 
     def new_bytes(self, i: int, n_threads: int) -> ByteArray:
-        """The new bytes of a changed unit.
+        """The new bytes of a unit.
+
+        Args:
+            i: one of `changed()`.
+            n_threads: how many threads to use, if it was not decoded before.
+
+        Returns:
+            The bytes of its tensors, end to end; not to be written to.
 
         Raises:
             CorruptionError: the frame's hash is wrong, if it was not decoded before.
