@@ -84,7 +84,7 @@ def killed(rank: int, size: int) -> None:
     if rank == 0:
         rng = np.random.default_rng(0)
         update = DeltaSender({"w": rng.integers(0, 256, 3_000_000, np.uint8)}).pack()
-        start = transport.start_send
+        start = transport._peers.send
         calls = []
 
         def dying(piece: object, to: int) -> object:
@@ -94,7 +94,7 @@ def killed(rank: int, size: int) -> None:
                 os._exit(9)
             return start(piece, to)
 
-        transport.start_send = dying  # type: ignore[method-assign]
+        transport._peers.send = dying  # type: ignore[method-assign]
         transport.broadcast(update)
     begin = time.monotonic()
     try:

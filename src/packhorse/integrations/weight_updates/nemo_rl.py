@@ -69,6 +69,9 @@ class DeltaCheckpointEngine:
         )  # fmt: skip
         self._url = url
 
+    def get_target_weight_layout(self) -> None:
+        """None: rollouts get whole tensors."""
+
     def prepare(self) -> dict[str, Any]:
         """What other workers must know; only what the first policy worker says is used."""
         return self._engine.told(self._url)

@@ -8,10 +8,16 @@ because it sees which way a number moves.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from packhorse.codecs.base import as_bytes
 from packhorse.errors import CorruptionError
 from packhorse.frame import Frame, compress_buffer
 from packhorse.late_import import import_late
 from packhorse.layout import Level
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 __all__ = ["compress_bytes", "decompress_bytes", "install"]
 
@@ -23,7 +29,7 @@ _FAST_LEVEL, _MAX_LEVEL = 1, 10  # of Zstandard, which SkyRL means
 _UNIT_NBYTES = 2  # of BF16
 
 
-def compress_bytes(data: bytes, level: int = 3) -> bytes:
+def compress_bytes(data: Buffer, level: int = 3) -> bytes:
     """Packs bytes.
 
     Args:
@@ -36,12 +42,13 @@ def compress_bytes(data: bytes, level: int = 3) -> bytes:
     effort = Level.DEFAULT
     if level <= _FAST_LEVEL or level >= _MAX_LEVEL:
         effort = Level.FAST if level <= _FAST_LEVEL else Level.MAX
-    n, rest = divmod(len(data), _UNIT_NBYTES)
-    dtype, shape = ("U8", (len(data),)) if rest else ("U16", (n,))
-    return compress_buffer(data, dtype, shape, level=effort).to_bytes()
+    source = as_bytes(data, "data")
+    n, rest = divmod(source.size, _UNIT_NBYTES)
+    dtype, shape = ("U8", (source.size,)) if rest else ("U16", (n,))
+    return compress_buffer(source, dtype, shape, level=effort).to_bytes()
 
 
-def decompress_bytes(data: bytes, expected_size: int | None = None) -> bytes:
+def decompress_bytes(data: Buffer, expected_size: int | None = None) -> bytes:
     """Unpacks what `compress_bytes` made.
 
     Args:

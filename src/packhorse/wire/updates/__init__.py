@@ -6,7 +6,6 @@
 """
 
 from packhorse.wire.updates.chain import fold
-from packhorse.wire.updates.contents import Contents, Unit
 from packhorse.wire.updates.receiver import DeltaReceiver, StagedUpdate
 from packhorse.wire.updates.refusals import Refusal, UpdateMismatchError
 from packhorse.wire.updates.sender import DeltaSender
@@ -18,7 +17,6 @@ from packhorse.wire.updates.transports.sockets import UpdateClient, UpdateServer
 from packhorse.wire.updates.update import UnitReport, Update
 
 __all__ = [
-    "Contents",
     "DeltaReceiver",
     "DeltaSender",
     "GroupTransport",
@@ -26,7 +24,6 @@ __all__ = [
     "ShardedReceiver",
     "Shards",
     "StagedUpdate",
-    "Unit",
     "UnitReport",
     "Update",
     "UpdateClient",

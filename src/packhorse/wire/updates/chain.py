@@ -48,7 +48,7 @@ def fold(
 
     Raises:
         ValueError: the updates are of several streams.
-        CorruptionError, CompatibilityError, UpdateMismatchError: as `DeltaReceiver.stage`.
+        CorruptionError, CompatibilityError, BaseMismatchError: as `DeltaReceiver.stage`.
 
     Example:
         >>> import numpy as np

@@ -50,6 +50,14 @@ class StagedUpdate:
     """An update, or several in a row, that a receiver has checked and decoded.
 
     `DeltaReceiver.stage` makes it, and `DeltaReceiver.commit` applies it.
+
+    Example:
+        >>> import numpy as np
+        >>> from packhorse.wire.updates import DeltaReceiver, DeltaSender
+        >>> receiver = DeltaReceiver(into={"w": np.zeros(4)})
+        >>> staged = receiver.stage(DeltaSender({"w": np.ones(4)}).pack())
+        >>> staged.version, staged.names, staged.nbytes
+        (1, ['w'], 32)
     """
 
     def __init__(
@@ -109,7 +117,14 @@ class StagedUpdate:
         return sorted(self.units.keys() | self.frames.keys())
 
     def new_bytes(self, i: int, n_threads: int) -> ByteArray:
-        """The new bytes of a changed unit.
+        """The new bytes of a unit.
+
+        Args:
+            i: one of `changed()`.
+            n_threads: how many threads to use, if it was not decoded before.
+
+        Returns:
+            The bytes of its tensors, end to end; not to be written to.
 
         Raises:
             CorruptionError: the frame's hash is wrong, if it was not decoded before.
@@ -223,8 +238,9 @@ class DeltaReceiver:
             TruncationError: there are fewer bytes than the update says.
             CorruptionError: the update is damaged, or its tensors take more than `max_nbytes`.
             CompatibilityError: it is of a version or kind that this release does not know.
-            UpdateMismatchError: it does not follow what is held: it was applied already, earlier
-                ones are missing, or the weights are not its base.
+            BaseMismatchError: it does not follow what is held: it was applied already, earlier
+                ones are missing, or the weights are not its base. The error is an
+                `UpdateMismatchError`, which says which version is held and which is needed.
             ValueError: the tensors are not those of the update.
             TypeError: not an update, or not tensors.
         """
@@ -258,6 +274,9 @@ class DeltaReceiver:
     def check_staged(self, staged: StagedUpdate) -> None:
         """Refuses what `commit` must not apply.
 
+        Args:
+            staged: what `commit` would be given.
+
         Raises:
             ValueError: as `commit`.
         """
@@ -269,12 +288,33 @@ class DeltaReceiver:
             )
 
     def unpack(self, payload: Payload, *, verify: bool = False) -> None:
-        """`stage` and `commit` in one; arguments and errors are theirs."""
+        """`stage` and `commit` in one.
+
+        Args:
+            payload: as for `stage`.
+            verify: as for `stage`.
+
+        Raises:
+            PackhorseError: as `stage` and `commit`.
+            TypeError, ValueError: as `stage` and `commit`.
+        """
         self.commit(self.stage(payload, verify=verify))
 
     def changes(self, payload: Payload, *, verify: bool = False) -> Iterator[Changes]:
         """The elements that an update changes, for an engine that patches its own weights. Nothing
-        is written. Yields and raises what `StagedUpdate.changes` and `stage` do."""
+        is written.
+
+        Args:
+            payload: as for `stage`.
+            verify: as for `stage`.
+
+        Returns:
+            What `StagedUpdate.changes` yields.
+
+        Raises:
+            PackhorseError: as `stage`.
+            TypeError, ValueError: as `stage`.
+        """
         return self.stage(payload, verify=verify).changes()
 
     def _read(self, payload: Payload) -> list[Message]:

@@ -25,7 +25,7 @@ from packhorse.frame import Frame, Plan, compress_buffer
 from packhorse.layout import DTYPE_BY_NAME, Level
 from packhorse.threads import map_tensors
 from packhorse.wire.updates.contents import Contents, state_hash
-from packhorse.wire.updates.message import MAX_SHARDS, Header, Message, write_message
+from packhorse.wire.updates.message import MAX_SHARDS, Header, write_message
 from packhorse.wire.updates.tensors import (
     Binding,
     Shards,
@@ -42,7 +42,8 @@ __all__ = ["DeltaSender", "make_update"]
 
 _STREAM_NBYTES = 16
 _ALIGNMENT = 64  # of units in the copy
-_COMPARED_NBYTES = 1 << 20  # at a time, so that a changed unit is recognised early
+# Words that are compared first, and at most at a time: a changed unit is recognised early.
+_FIRST_WORDS, _MOST_WORDS = 1 << 9, 1 << 17
 _WORD: np.dtype[Any] = np.dtype(np.uint64)
 _UNITS: dict[int, np.dtype[Any]] = {nbytes: np.dtype(f"u{nbytes}") for nbytes in (1, 2, 4, 8)}
 
@@ -301,9 +302,7 @@ def make_update(
         frames: the frames of changed units.
         changed: the share of elements that changed, where it was counted.
     """
-    data = write_message(header, contents, frames)
-    read = {i: Frame.from_buffer(frame) for i, frame in frames.items()}
-    return Update.of_message(Message(header, contents, read, len(data)), data, changed)
+    return Update._made(header, contents, write_message(header, contents, frames), changed)
 
 
 def _make_copy(contents: Contents, path: PathLike | None) -> list[ByteArray]:
@@ -329,11 +328,12 @@ def _is_same(a: ByteArray, b: ByteArray) -> bool:
     if not np.array_equal(a[whole:], b[whole:]):
         return False
     words, others = a[:whole].view(_WORD), b[:whole].view(_WORD)
-    step = _COMPARED_NBYTES // _WORD.itemsize
-    return all(
-        np.array_equal(words[at : at + step], others[at : at + step])
-        for at in range(0, words.size, step)
-    )
+    at, step = 0, _FIRST_WORDS
+    while at < words.size:
+        if not np.array_equal(words[at : at + step], others[at : at + step]):
+            return False
+        at, step = at + step, min(2 * step, _MOST_WORDS)
+    return True
 
 
 def _share_of_changed(new: ByteArray, old: ByteArray, dtype: str) -> float:

@@ -83,10 +83,13 @@ class ShardedReceiver:
             payloads: the updates, all to one version.
             verify: as for `DeltaReceiver.stage`.
 
+        Returns:
+            What `commit` takes.
+
         Raises:
             ValueError: a shard is missing or there twice, their versions differ, or they do not
                 cover the tensors.
-            CorruptionError, CompatibilityError, UpdateMismatchError, TypeError: as
+            CorruptionError, CompatibilityError, BaseMismatchError, TypeError: as
                 `DeltaReceiver.stage`; the message names the shard.
         """
         updates = [each if isinstance(each, Update) else Update(each) for each in payloads]
@@ -107,6 +110,9 @@ class ShardedReceiver:
     def commit(self, staged: Sequence[StagedUpdate]) -> None:
         """Applies what `stage` returned. This is the pause.
 
+        Args:
+            staged: the result of `stage`, with nothing committed since.
+
         Raises:
             ValueError: as `DeltaReceiver.commit`.
         """
@@ -116,7 +122,16 @@ class ShardedReceiver:
             part.commit(each)
 
     def unpack(self, payloads: Sequence[Buffer | Update], *, verify: bool = False) -> None:
-        """`stage` and `commit` in one; arguments and errors are theirs."""
+        """`stage` and `commit` in one.
+
+        Args:
+            payloads: as for `stage`.
+            verify: as for `stage`.
+
+        Raises:
+            PackhorseError: as `stage`.
+            TypeError, ValueError: as `stage` and `commit`.
+        """
         self.commit(self.stage(payloads, verify=verify))
 
     def _check_cover(self, updates: list[Update]) -> None:

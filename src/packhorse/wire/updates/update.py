@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from packhorse.wire.updates.message import Message, read_message
+from packhorse.wire.updates.contents import Contents
+from packhorse.wire.updates.message import Header, Message, read_message
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -61,21 +62,26 @@ class Update:
         Raises:
             CorruptionError, CompatibilityError, TypeError: as `DeltaReceiver.stage`.
         """
-        self._set(read_message(data), data, changed)
-
-    @classmethod
-    def of_message(
-        cls, message: Message, data: Buffer, changed: Mapping[int, float] | None = None
-    ) -> Update:
-        """An update whose message was read or made already."""
-        update = cls.__new__(cls)
-        update._set(message, data, changed)
-        return update
-
-    def _set(self, message: Message, data: Buffer, changed: Mapping[int, float] | None) -> None:
-        self._message = message
+        message = read_message(data)
+        self._header, self._contents = message.header, message.contents
+        self._message: Message | None = message
         self._view = memoryview(data).toreadonly()
         self._changed = dict(changed or {})
+
+    @classmethod
+    def _made(
+        cls,
+        header: Header,
+        contents: Contents,
+        data: Buffer,
+        changed: Mapping[int, float] | None = None,
+    ) -> Update:
+        """An update that was written just now; its frames are read when somebody asks for them."""
+        update = cls.__new__(cls)
+        update._header, update._contents, update._message = header, contents, None
+        update._view = memoryview(data).toreadonly()
+        update._changed = dict(changed or {})
+        return update
 
     def __bytes__(self) -> bytes:
         return self._view.tobytes()
@@ -91,6 +97,8 @@ class Update:
     @property
     def message(self) -> Message:
         """What was read from the bytes."""
+        if self._message is None:
+            self._message = read_message(self._view, self._contents)
         return self._message
 
     @property
@@ -101,7 +109,7 @@ class Update:
     @property
     def logical_nbytes(self) -> int:
         """Bytes of all tensors that the update is about."""
-        return self._message.contents.nbytes
+        return self._contents.nbytes
 
     @property
     def ratio(self) -> float:
@@ -111,52 +119,52 @@ class Update:
     @property
     def version(self) -> int:
         """The version that the update leads to; the first is 1."""
-        return self._message.header.number
+        return self._header.number
 
     @property
     def base_version(self) -> int | None:
         """The version that the update starts from; None for an anchor. Version 0 is the state that
         the sender was made with."""
-        return None if self.is_anchor else self._message.header.base_number
+        return None if self.is_anchor else self._header.base_number
 
     @property
     def is_anchor(self) -> bool:
         """Whether it has all tensors in full and needs no base."""
-        return self._message.header.is_anchor
+        return self._header.is_anchor
 
     @property
     def stream_id(self) -> bytes:
         """16 bytes that all updates of a sender share."""
-        return self._message.header.stream
+        return self._header.stream
 
     @property
     def shard(self) -> tuple[int, int]:
         """Which of how many senders made it."""
-        return self._message.header.shard, self._message.header.n_shards
+        return self._header.shard, self._header.n_shards
 
     @property
     def state_hash(self) -> bytes:
         """Hash of the whole state that the update leads to, 16 bytes."""
-        return self._message.header.state_hash
+        return self._header.state_hash
 
     @property
     def base_hash(self) -> bytes | None:
         """Hash of the whole state that the update starts from; None for an anchor."""
-        return None if self.is_anchor else self._message.header.base_hash
+        return None if self.is_anchor else self._header.base_hash
 
     @property
     def names(self) -> list[str]:
         """Names of all tensors, aliases included."""
-        contents = self._message.contents
+        contents = self._contents
         return sorted([*(part.name for part in contents.parts), *contents.aliases])
 
     @property
     def report(self) -> tuple[UnitReport, ...]:
         """What the update has of each tensor; small tensors of one dtype share a row."""
-        return tuple(self._row(i) for i in range(len(self._message.contents.units)))
+        return tuple(self._row(i) for i in range(len(self._contents.units)))
 
     def _row(self, i: int) -> UnitReport:
-        unit, frame = self._message.contents.units[i], self._message.frames.get(i)
+        unit, frame = self._contents.units[i], self.message.frames.get(i)
         names = tuple(part.name for part in unit.parts)
         fields: dict[str, Any] = {"changed": self._changed.get(i)}
         if frame is None:

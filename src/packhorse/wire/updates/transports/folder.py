@@ -66,6 +66,9 @@ class UpdateFolder:
     def publish(self, update: Update) -> None:
         """Writes an update, which readers see once it is complete.
 
+        Args:
+            update: the update.
+
         Raises:
             FileExistsError: there is this version already (on an object store it is replaced).
             OSError: it cannot be written.

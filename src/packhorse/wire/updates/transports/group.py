@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from packhorse.codecs.base import as_bytes
+from packhorse.codecs.base import ByteArray, as_bytes
 from packhorse.errors import CorruptionError, PeerError
 from packhorse.late_import import import_late
 from packhorse.wire.updates.update import Update
@@ -36,7 +36,18 @@ _MAX_WORDS_NBYTES = 1 << 12
 
 class GroupTransport:
     """Broadcasts updates over a process group of PyTorch. All ranks make one, with equal arguments,
-    and call `broadcast` equally often."""
+    and call `broadcast` equally often.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from packhorse.wire.updates import DeltaReceiver, GroupTransport
+        >>> def follow(model) -> None:  # in each worker; rank 0 broadcasts sender.pack()
+        ...     transport, receiver = GroupTransport(src=0), DeltaReceiver(into=model)
+        ...     while True:
+        ...         receiver.unpack(transport.broadcast())
+        >>> dist.is_initialized()
+        False
+    """
 
     def __init__(
         self,
@@ -59,29 +70,22 @@ class GroupTransport:
         Raises:
             ValueError: an argument is out of range, or there is no process group.
         """
-        self._dist: Any = import_late("torch.distributed")
-        self._torch: Any = import_late("torch")
-        if not self._dist.is_initialized():
+        dist: Any = import_late("torch.distributed")
+        if not dist.is_initialized():
             raise ValueError("there is no process group; call init_process_group first")
-        self._group = group
-        self._size = int(self._dist.get_world_size(group))
-        if not 0 <= src < self._size:
-            raise ValueError(f"src is {src}; the group has ranks 0 to {self._size - 1}")
+        size = int(dist.get_world_size(group))
+        if not 0 <= src < size:
+            raise ValueError(f"src is {src}; the group has ranks 0 to {size - 1}")
         if fanout < 1 or timeout <= 0:
             raise ValueError(f"fanout is {fanout} and timeout {timeout}; both must be above 0")
         self._src = src
-        self._timeout = timedelta(seconds=timeout)
         self._max_nbytes = max_nbytes
-        place = (self._dist.get_rank(group) - src) % self._size  # in the tree, whose root is 0
+        self._peers = _Peers(dist, group, timedelta(seconds=timeout))
+        place = (dist.get_rank(group) - src) % size  # in the tree, whose root is 0
         first = place * fanout + 1
-        self._parent = None if place == 0 else self._rank((place - 1) // fanout)
-        self._children = [self._rank(p) for p in range(first, min(first + fanout, self._size))]
-        on_gpu = "nccl" in str(self._dist.get_backend(group))
-        self._device = "cuda" if on_gpu else "cpu"
-        self._failure: PeerError | None = None
-
-    def _rank(self, place: int) -> int:
-        return (place + self._src) % self._size
+        places = range(first, min(first + fanout, size))
+        self._parent = None if place == 0 else ((place - 1) // fanout + src) % size
+        self._children = [(each + src) % size for each in places]
 
     def broadcast(self, update: Update | Buffer | None = None) -> Buffer:
         """Sends an update to all ranks, or receives one. Every rank calls this.
@@ -122,17 +126,18 @@ class GroupTransport:
     def _send(self, kind: int, payload: Buffer) -> None:
         data = as_bytes(payload)
         head = np.frombuffer(_HEAD.pack(_MAGIC, kind, bytes(3), data.size), np.uint8)
-        relay = _Relay(self)
-        relay.pass_on(self._tensor(head.copy()))
+        relay = _Relay(self._peers, self._children)
+        relay.pass_on(self._peers.tensor(head))
         for at in range(0, data.size, _PIECE_NBYTES):
-            relay.pass_on(self._tensor(data[at : at + _PIECE_NBYTES].copy()))
+            relay.pass_on(self._peers.tensor(data[at : at + _PIECE_NBYTES]))
         relay.finish()
 
     def _pass_on(self) -> bytearray:
         """Receives what the parent sends, and passes it on."""
-        relay = _Relay(self)
-        head = self._receive(_HEAD.size)
-        magic, kind, zeros, nbytes = _HEAD.unpack(self._bytes(head))
+        relay = _Relay(self._peers, self._children)
+        assert self._parent is not None
+        head = self._peers.receive(_HEAD.size, self._parent)
+        magic, kind, zeros, nbytes = _HEAD.unpack(self._peers.to_bytes(head))
         if magic != _MAGIC or kind > _FAILURE or zeros.strip(b"\0"):
             raise CorruptionError(f"rank {self._parent} sent something else: the ranks are out of "
                                   "step")  # fmt: skip
@@ -140,10 +145,10 @@ class GroupTransport:
         data = bytearray()  # grows with what arrives, not with what is announced
         is_too_long = self._max_nbytes is not None and nbytes > self._max_nbytes
         for length in _pieces(nbytes):
-            piece = self._receive(length)
+            piece = self._peers.receive(length, self._parent)
             relay.pass_on(piece)
             if not is_too_long:
-                data += self._bytes(piece)
+                data += self._peers.to_bytes(piece)
         relay.finish()
         if kind == _FAILURE:
             raise PeerError(f"rank {self._src} has no update: {data.decode(errors='replace')}")
@@ -153,24 +158,36 @@ class GroupTransport:
             )
         return data
 
-    def _receive(self, nbytes: int) -> Any:
-        assert self._parent is not None
+
+class _Peers:
+    """Sends pieces to single ranks of a group, and receives them."""
+
+    def __init__(self, dist: Any, group: Any, timeout: timedelta) -> None:
+        self._dist = dist
+        self._torch: Any = import_late("torch")
+        self._group = group
+        self._timeout = timeout
+        on_gpu = "nccl" in str(dist.get_backend(group))
+        self._device = "cuda" if on_gpu else "cpu"
+        self._failure: PeerError | None = None
+
+    def tensor(self, data: ByteArray) -> Any:
+        """Bytes as a tensor that can be sent."""
+        return self._torch.from_numpy(data.copy()).to(self._device)
+
+    def to_bytes(self, piece: Any) -> bytes:
+        """The bytes of a tensor that was received."""
+        return bytes(piece.cpu().numpy().tobytes())
+
+    def receive(self, nbytes: int, rank: int) -> Any:
+        """Waits for a piece from a rank."""
         piece = self._torch.empty(nbytes, dtype=self._torch.uint8, device=self._device)
-        with_rank = self._global(self._parent)
-        self.wait(self._start(self._dist.irecv, piece, with_rank, self._parent), self._parent)
+        self.wait(self._start(self._dist.irecv, piece, rank), rank)
         return piece
 
-    def start_send(self, piece: Any, rank: int) -> Any:
+    def send(self, piece: Any, rank: int) -> Any:
         """Begins to send a piece to a rank."""
-        return self._start(self._dist.isend, piece, self._global(rank), rank)
-
-    def _start(self, operation: Any, piece: Any, global_rank: int, rank: int) -> Any:
-        if self._failure is not None:
-            raise PeerError(f"the group failed before: {self._failure}") from self._failure
-        try:
-            return operation(piece, global_rank, group=self._group)
-        except RuntimeError as error:
-            raise self._lost(rank, error) from error
+        return self._start(self._dist.isend, piece, rank)
 
     def wait(self, work: Any, rank: int) -> None:
         """Waits for an operation with a rank.
@@ -183,6 +200,16 @@ class GroupTransport:
         except RuntimeError as error:
             raise self._lost(rank, error) from error
 
+    def _start(self, operation: Any, piece: Any, rank: int) -> Any:
+        if self._failure is not None:
+            raise PeerError(f"the group failed before: {self._failure}") from self._failure
+        own = self._group
+        global_rank = rank if own is None else self._dist.get_global_rank(own, rank)
+        try:
+            return operation(piece, global_rank, group=own)
+        except RuntimeError as error:
+            raise self._lost(rank, error) from error
+
     def _lost(self, rank: int, error: Exception) -> PeerError:
         words = str(error).partition("\n")[0][:300]
         self._failure = PeerError(
@@ -191,26 +218,13 @@ class GroupTransport:
         )
         return self._failure
 
-    @property
-    def children(self) -> list[int]:
-        """The ranks to which this one passes updates on."""
-        return self._children
-
-    def _global(self, rank: int) -> int:
-        return rank if self._group is None else self._dist.get_global_rank(self._group, rank)
-
-    def _tensor(self, data: Any) -> Any:
-        return self._torch.from_numpy(data).to(self._device)
-
-    def _bytes(self, piece: Any) -> bytes:
-        return bytes(piece.cpu().numpy().tobytes())
-
 
 class _Relay:
     """Sends pieces to the children of a rank, a few at a time."""
 
-    def __init__(self, transport: GroupTransport) -> None:
-        self._transport = transport
+    def __init__(self, peers: _Peers, children: list[int]) -> None:
+        self._peers = peers
+        self._children = children
         self._sending: list[list[tuple[Any, int, Any]]] = []
 
     def pass_on(self, piece: Any) -> None:
@@ -218,10 +232,7 @@ class _Relay:
         if len(self._sending) == _N_PIECES:
             self._finish_first()
         self._sending.append(
-            [
-                (self._transport.start_send(piece, rank), rank, piece)
-                for rank in self._transport.children
-            ]
+            [(self._peers.send(piece, rank), rank, piece) for rank in self._children]
         )
 
     def finish(self) -> None:
@@ -231,7 +242,7 @@ class _Relay:
 
     def _finish_first(self) -> None:
         for work, rank, _ in self._sending.pop(0):  # the piece lives until it is sent
-            self._transport.wait(work, rank)
+            self._peers.wait(work, rank)
 
 
 def _pieces(nbytes: int) -> Iterator[int]:

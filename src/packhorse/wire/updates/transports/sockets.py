@@ -105,7 +105,11 @@ class UpdateServer:
         return host, port
 
     def publish(self, update: Update) -> None:
-        """Offers an update; clients that wait for it get it at once."""
+        """Offers an update; clients that wait for it get it at once.
+
+        Args:
+            update: the update; one of another stream replaces all that are kept.
+        """
         entry = Entry(update.version, update.base_version, update.nbytes)
         with self._changed:
             if update.stream_id != self._stream:
@@ -197,7 +201,20 @@ class UpdateServer:
 
 
 class UpdateClient:
-    """Asks an `UpdateServer` for updates, over one connection that is made when it is needed."""
+    """Asks an `UpdateServer` for updates, over one connection that is made when it is needed.
+
+    Example:
+        >>> import numpy as np
+        >>> from packhorse.wire.updates import (
+        ...     DeltaReceiver, DeltaSender, UpdateClient, UpdateServer
+        ... )
+        >>> receiver = DeltaReceiver()
+        >>> with UpdateServer() as server, UpdateClient(server.address) as client:
+        ...     print(client.stage_newest(receiver))
+        ...     server.publish(DeltaSender({"w": np.arange(3.0)}).pack())
+        ...     receiver.commit(client.stage_newest(receiver, wait=10))
+        None
+    """
 
     def __init__(
         self,
@@ -264,6 +281,9 @@ class UpdateClient:
             held: the version; None to begin at an anchor.
             wait: seconds to wait for a newer version.
             upto: the last version that is wanted, for which it waits; None for the newest.
+
+        Returns:
+            The updates in the order of their versions; none if there is nothing newer.
 
         Raises:
             PeerError, OSError, CorruptionError: as `stage_newest`.
