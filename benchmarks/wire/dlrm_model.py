@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -130,7 +131,7 @@ def auc(scores: np.ndarray, labels: np.ndarray) -> float:
 
 def _layers(*sizes: int) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for i, (a, b) in enumerate(zip(sizes, sizes[1:], strict=False)):
+    for i, (a, b) in enumerate(pairwise(sizes)):
         layers.append(nn.Linear(a, b))
         if i < len(sizes) - 2 or b > 1:
             layers.append(nn.ReLU())

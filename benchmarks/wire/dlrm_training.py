@@ -1,8 +1,8 @@
 """Trains a DLRM to convergence with each way of sending its embeddings, on ranks over gloo.
 
-    python benchmarks/wire/dlrm_training.py             # all arms; writes the results and the curves
+    python benchmarks/wire/dlrm_training.py           # all arms; writes results and curves
     python benchmarks/wire/dlrm_training.py --arms fp32 "bounded, stochastic" --steps 300
-    python benchmarks/wire/dlrm_training.py --picture   # only draws the curves of the results again
+    python benchmarks/wire/dlrm_training.py --picture # draws the curves of the results again
 
 Each arm starts from the same weights and sees the same batches. Tables are spread over the ranks,
 the batch is split, the dense layers are averaged by all-reduce. Embeddings learn by Adagrad,
@@ -18,7 +18,6 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +88,9 @@ def train_on_ranks(arm: str, args: argparse.Namespace) -> dict[str, Any]:
         return result
 
 
-def _rank(rank: int, world: int, folder: str, arm: str, settings: dict[str, Any], queue: Any) -> None:
+def _rank(
+    rank: int, world: int, folder: str, arm: str, settings: dict[str, Any], queue: Any
+) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.FileStore(f"{folder}/store", world)
