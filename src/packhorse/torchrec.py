@@ -1,8 +1,22 @@
-"""Packhorse for torchrec: bags that fetch each distinct row once, and transfers that are packed."""
+"""Packhorse for torchrec: a sharder whose bags fetch each distinct row once, codecs with bounds by
+table, and an all-to-all that packs (docs/dlrm.md)."""
 
 from packhorse.integrations.torchrec import (
+    BoundedCommCodec,
+    Columns,
     DedupEmbeddingBagCollectionSharder,
     DedupShardedEmbeddingBagCollection,
+    PackedAll2AllSingle,
+    bounded_codecs,
+    packed_all_to_all,
 )
 
-__all__ = ["DedupEmbeddingBagCollectionSharder", "DedupShardedEmbeddingBagCollection"]
+__all__ = [
+    "BoundedCommCodec",
+    "Columns",
+    "DedupEmbeddingBagCollectionSharder",
+    "DedupShardedEmbeddingBagCollection",
+    "PackedAll2AllSingle",
+    "bounded_codecs",
+    "packed_all_to_all",
+]

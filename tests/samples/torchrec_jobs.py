@@ -119,3 +119,76 @@ def compare(
     wrong += [name for name, a, b in pairs if not torch.equal(a, b)]
     largest = max(float((a - b).abs().max()) for _, a, b in pairs if a.numel())
     return {"wrong": wrong, "largest": largest, "nbytes": ours["module"].exchange.traffic.nbytes}
+
+
+def compare_packed(sharding: str, kind: str) -> dict[str, Any]:
+    """torchrec's own sharder, with its all-to-all and with the packed one."""
+    from packhorse.torchrec import packed_all_to_all
+    from packhorse.wire import Collectives
+
+    warnings.simplefilter("ignore")
+    theirs = train(EmbeddingBagCollectionSharder(), sharding, kind, "sum", False)
+    collectives = Collectives(choice="packed", timeout=60)
+    with packed_all_to_all(collectives):
+        ours = train(EmbeddingBagCollectionSharder(), sharding, kind, "sum", False)
+    pairs = list(zip(ours["bags"], theirs["bags"], strict=True))
+    for name, parts in ours["local"].items():
+        pairs += list(zip(parts, theirs["local"][name], strict=True))
+    return {"equal": all(torch.equal(a, b) for a, b in pairs), "explained": collectives.explain()}
+
+
+def train_bounded(bits: int, bounds: list[float]) -> dict[str, Any]:
+    """torchrec's own sharder, table-wise, with codecs of a fixed rate, and without: how far bags
+    and weights are from each other."""
+    from packhorse.torchrec import Columns, bounded_codecs
+
+    warnings.simplefilter("ignore")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    # t1 serves two features, so its columns come twice.
+    columns: list[list[Columns]] = [[] for _ in range(world)]
+    for i, bound in enumerate(bounds):
+        columns[i % world] += [Columns(DIM, bound, 0.01)] * (2 if i == 1 else 1)
+    registry = bounded_codecs(columns, rank, bits=bits, backward_bits=12)
+    theirs = train(EmbeddingBagCollectionSharder(), "table-wise", "one", "sum", False)
+    sharder = EmbeddingBagCollectionSharder(qcomm_codecs_registry=registry)
+    ours = train(sharder, "table-wise", "one", "sum", False)
+    codecs = next(iter(registry.values()))
+    first = (ours["bags"][0] - theirs["bags"][0]).abs()
+    largest = {
+        key: float(first[:, DIM * i : DIM * (i + 1)].max()) for i, key in enumerate(ours["keys"])
+    }
+    weights = max(
+        float((a - b).abs().max())
+        for name, parts in ours["local"].items()
+        for a, b in zip(parts, theirs["local"][name], strict=True)
+    )
+    return {"errors": largest, "weights": weights, "doublings": codecs.forward.doublings}
+
+
+def refusals() -> dict[str, str]:
+    """What wrong uses say."""
+    from packhorse.torchrec import Columns, DedupEmbeddingBagCollectionSharder, bounded_codecs
+
+    warnings.simplefilter("ignore")
+    found = {}
+    module = sharded("table-wise", "sum", False, DedupEmbeddingBagCollectionSharder())
+    features = features_of("one", False, 0)
+    cut = KeyedJaggedTensor(
+        keys=features.keys()[:2], values=features.values()[:32], lengths=features.lengths()[:32]
+    )
+    try:
+        module(cut)
+    except ValueError as error:
+        found["missing"] = str(error)
+    registry = bounded_codecs([[Columns(DIM, 0.01, 0.01)]] * dist.get_world_size(), dist.get_rank())
+    try:
+        sharder = EmbeddingBagCollectionSharder(qcomm_codecs_registry=registry)
+        sharded("table-wise", "sum", False, sharder)(features).wait()
+    except ValueError as error:
+        found["columns"] = str(error)
+    return found
+
+
+def run_cases(cases: list[tuple[str, tuple[Any, ...]]]) -> list[Any]:
+    """Runs jobs of this module one after the other in the same processes, whose start is slow."""
+    return [globals()[name](*args) for name, args in cases]

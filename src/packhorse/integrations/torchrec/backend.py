@@ -11,6 +11,7 @@ try:
         ShardedEmbeddingBagCollection,
     )
     from torchrec.distributed.types import (
+        CommOp,
         LazyNoWait,
         NoWait,
         ParameterSharding,
@@ -26,6 +27,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 __all__ = [
+    "CommOp",
     "EmbeddingBagCollection",
     "EmbeddingBagCollectionContext",
     "EmbeddingBagCollectionSharder",
