@@ -40,8 +40,16 @@ class EmbeddingBags(nn.Module):
     def __init__(
         self, tables: Sequence[Table], features: Sequence[str] | None = None, **options: Any
     ) -> None:
+        self.set_up(EmbeddingExchange(tables, features, **options))
+
+    def set_up(self, exchange: EmbeddingExchange) -> None:
+        """Makes the parameters for an exchange that is there already.
+
+        Args:
+            exchange: what fetches.
+        """
         super().__init__()
-        self.exchange = EmbeddingExchange(tables, features, **options)
+        self.exchange = exchange
         self.tables = nn.ParameterDict()
         for number in self.exchange.held:
             shape = self.exchange.layout.shards[number].shape
