@@ -29,7 +29,7 @@ TIME ?= 60
 # Minutes for the soak: make soak MINUTES=60 ARGS="--seed 7 --parts kills forks"
 MINUTES ?= 10
 
-.PHONY: help venv demo test test-vllm lint format docs docs-serve bench compat data training sanitize fuzz soak tsan compile arm wheel clean
+.PHONY: help venv demo test test-vllm lint format docs docs-serve bench compat data training rl-trace sanitize fuzz soak tsan compile arm wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -77,6 +77,9 @@ data: .venv/.bench ## fetch Fashion-MNIST (31 MB) for the benchmarks of packhors
 
 training: .venv/.bench ## make the training run of the benchmark data (17 minutes; make training ARGS=--resume goes on)
 	@$(PY) benchmarks/training.py $(ARGS)
+
+rl-trace: .venv/.bench ## make the trace of weight updates of a reinforcement learning run (45 minutes; goes on if stopped)
+	@$(PY) benchmarks/rl_trace.py $(ARGS)
 
 sanitize: .venv/.sanitize .venv/.model ## run the tests on a core built with ASan and UBSan
 	@LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \

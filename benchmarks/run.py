@@ -12,6 +12,7 @@ exits 1 if a ratio is below the one that the project promises.
 see snapshots/measure.py. `run.py shelf` measures arrays that live on disk: see shelf/measure.py.
 `run.py weights` measures weights in memory: see layers/weights.py;
 `run.py layers` measures layers that multiply with them: see layers/measure.py.
+`run.py wire` measures collectives and weight updates between processes: see wire/measure.py.
 
 The process starts itself again with a malloc that keeps freed memory, since fresh pages cost more
 than most codecs and would hide the differences between them; `--fresh` leaves malloc as it is and
@@ -40,6 +41,7 @@ from benchmarks.layers import measure as layers
 from benchmarks.layers import weights
 from benchmarks.shelf import measure as shelf
 from benchmarks.snapshots import measure as snapshots
+from benchmarks.wire import measure as wire
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -77,6 +79,8 @@ def main(argv: list[str]) -> int:
         return weights.main(argv[1:])
     if argv[:1] == [layers.MODE]:
         return layers.main(argv[1:])
+    if argv[:1] == [wire.MODE]:
+        return wire.main(argv[1:])
     args = _parse(argv)
     if args.render:
         _write_documents()

@@ -11,11 +11,13 @@ import json
 import struct
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from packhorse import _core
 from packhorse._core import Base, EncodeContext, EncodeOutput, Geometry, Side
@@ -33,9 +35,11 @@ from packhorse.frame.header import (
 )
 from packhorse.layout import DTYPE_BY_NAME, DTYPES, STREAM_NBYTES_BITS, DType, Level, Mode, Split
 from packhorse.numpy import FRAMEWORK as NUMPY
+from packhorse.wire.updates import DeltaSender, Shards
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "samples"))
 from frame_builder import SMALL
+from fuzz_update import weights as updated_weights
 from lying_frames import LIES
 from sample_store import build_store, catalogue_parts, checkpoint_manifests, snapshot_manifests
 
@@ -384,6 +388,34 @@ def manifest_seeds() -> Seeds:
         yield name, b"\2" + text
 
 
+def update_seeds() -> Seeds:
+    """Control, update: anchors and deltas of the target, and tensors of another sender."""
+
+    def packed(change: Callable[[dict[str, Any]], object]) -> bytes:
+        state = updated_weights()
+        sender = DeltaSender(state, threads=1, receivers_have_it=True)
+        change(state)
+        return bytes(sender.pack())
+
+    anchor = bytes(DeltaSender(updated_weights(), threads=1).pack())
+    yield "anchor", b"\0" + anchor
+    yield "own state", b"\x09" + anchor
+    yield "nothing", b"\1" + packed(lambda state: None)
+    large = packed(lambda state: np.add(state["long"], 1, out=state["long"], where=_every(50)))
+    yield "large", b"\1" + large
+    yield "in place", b"\5" + large
+    yield "scalar", b"\1" + packed(lambda state: state["n"].fill(3))
+    yield "small", b"\1" + packed(lambda state: state["b"].fill(3))
+    two = {"x": np.zeros((3, 0)), "y": np.arange(999)}
+    shards = Shards(1, 2, {"y": ((1 << 20,), 77)})
+    yield "ranges", b"\x09" + bytes(DeltaSender(two, shards=shards, threads=1).pack())
+
+
+def _every(n: int) -> NDArray[np.bool_]:
+    """Which elements of the longest tensor of `update_seeds` change."""
+    return np.arange(updated_weights()["long"].size) % n == 0
+
+
 def weights_seeds() -> Seeds:
     """Code path, format and threads, columns, breaks, elements."""
     dtype = DTYPE_BY_NAME["BF16"]
@@ -402,6 +434,7 @@ TARGETS = {
     "frame": frame_seeds,
     "file": file_seeds,
     "manifest": manifest_seeds,
+    "update": update_seeds,
 }
 
 

@@ -76,6 +76,7 @@ TARGETS = (
     Target("reference", "fuzz_reference.py", "frame"),
     Target("file", "fuzz_file.py", "file", (f"-dict={FUZZ / 'file.dict'}",)),
     Target("manifest", "fuzz_manifest.py", "manifest"),
+    Target("update", "fuzz_update.py", "update"),
 )
 _printing = threading.Lock()
 

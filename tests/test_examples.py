@@ -134,3 +134,19 @@ def test_a_packed_model_is_served(
     monkeypatch.setattr(sys, "argv", [str(example), str(tmp_path)])
     runpy.run_path(str(example), run_name="__main__")
     assert "\nA packhorse carries" in capsys.readouterr().out
+
+
+def test_an_engine_follows_a_trainer(tmp_path: Path) -> None:
+    example = EXAMPLES / "weight_updates.py"
+    assert len(example.read_text().splitlines()) < 60
+    done = subprocess.run(
+        [sys.executable, example, tmp_path / "updates", "--steps", "3"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    packed = re.findall(r"^Update\((\d), (.+), nbytes=", done.stdout, re.MULTILINE)
+    assert packed == [("1", "anchor"), ("2", "from 1"), ("3", "from 2")]
+    served = re.findall(r"^version (\d): pause .+ ms, answer (\S+)$", done.stdout, re.MULTILINE)
+    trained = re.search(r"^the trainer's answer: (\S+)$", done.stdout, re.MULTILINE)
+    assert trained is not None
+    assert served[-1] == ("3", trained[1])

@@ -1,4 +1,4 @@
-"""A small LLaMA-like language model, for the training run of the benchmark data.
+"""A small LLaMA-like language model, for the training runs of the benchmark data.
 
 Rotary positions, RMS norms, gated feed-forward, no biases, the embedding tied to the output; the
 parameters carry the names that published LLaMA checkpoints use. Nothing here is tuned, because it
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["LanguageModel", "ModelShape"]
+__all__ = ["Cache", "LanguageModel", "ModelShape"]
 
 ROTARY_BASE = 10000.0
 EPSILON = 1e-5
@@ -69,8 +69,63 @@ class LanguageModel(nn.Module):
         Returns:
             A scalar, in nats.
         """
-        logits = F.linear(self.model(ids[:, :-1]), self.model.embed_tokens.weight)
-        return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        return F.cross_entropy(self.logits(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+    def logits(self, ids: Tensor, cache: "Cache | None" = None) -> Tensor:
+        """The scores of every possible next id, after each id.
+
+        Args:
+            ids: int64, shape (batch, context).
+            cache: keys and values of the ids before these; those of these ids are appended. Without
+                one the ids are the first.
+
+        Returns:
+            Shape (batch, context, vocabulary).
+        """
+        return F.linear(self.model(ids, cache), self.model.embed_tokens.weight)
+
+
+class Cache:
+    """Keys and values of the ids that a model has seen, so that the next id costs one step.
+
+    Attributes:
+        layers: of each block that has seen ids, keys and values; each has the shape
+            (batch, heads, ids seen, size of a head).
+    """
+
+    def __init__(self) -> None:
+        """Make the cache of a model that has seen nothing."""
+        self.layers: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def n_seen(self) -> int:
+        """The number of ids of a sequence that the whole model has seen."""
+        return self.layers[-1][0].shape[-2] if self.layers else 0
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the keys and values of new ids; returns those of all ids.
+
+        Args:
+            layer: the number of the block.
+            k: the new keys, not yet seen by this block.
+            v: the new values.
+        """
+        if layer == len(self.layers):
+            self.layers.append((k, v))
+        else:
+            old_k, old_v = self.layers[layer]
+            self.layers[layer] = torch.cat((old_k, k), -2), torch.cat((old_v, v), -2)
+        return self.layers[layer]
+
+    def repeat(self, n: int) -> None:
+        """Make n sequences of each, one after the other.
+
+        Args:
+            n: how many.
+        """
+        self.layers = [
+            (k.repeat_interleave(n, 0), v.repeat_interleave(n, 0)) for k, v in self.layers
+        ]
 
 
 class _Stack(nn.Module):
@@ -80,10 +135,11 @@ class _Stack(nn.Module):
         self.layers = nn.ModuleList(_Block(shape) for _ in range(shape.n_layers))
         self.norm = nn.RMSNorm(shape.width, EPSILON)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, cache: Cache | None = None) -> Tensor:
         x = self.embed_tokens(ids)
-        for layer in self.layers:
-            x = layer(x)
+        first = cache.n_seen if cache else 0
+        for i, layer in enumerate(self.layers):
+            x = layer(x, first, i, cache)
         return self.norm(x)
 
 
@@ -95,8 +151,8 @@ class _Block(nn.Module):
         self.input_layernorm = nn.RMSNorm(shape.width, EPSILON)
         self.post_attention_layernorm = nn.RMSNorm(shape.width, EPSILON)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x))
+    def forward(self, x: Tensor, first: int, layer: int, cache: Cache | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), first, layer, cache)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -107,14 +163,18 @@ class _Attention(nn.Module):
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             self.add_module(name, nn.Linear(shape.width, shape.width, bias=False))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, first: int, layer: int, cache: Cache | None) -> Tensor:
         batch, context, width = x.shape
         heads = (batch, context, self.n_heads, width // self.n_heads)
         q, k, v = (
             project(x).view(heads).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        mixed = F.scaled_dot_product_attention(_rotate(q), _rotate(k), v, is_causal=True)
+        q, k = _rotate(q, first), _rotate(k, first)
+        if cache is not None:
+            k, v = cache.append(layer, k, v)
+        # One new id sees all before it; several are the first of their sequences.
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=context > 1)
         return self.o_proj(mixed.transpose(1, 2).reshape(x.shape))
 
 
@@ -129,15 +189,17 @@ class _FeedForward(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def _rotate(x: Tensor) -> Tensor:
+def _rotate(x: Tensor, first: int) -> Tensor:
     """Turn the pairs (i, i + half) of each head by an angle that grows with the position.
 
     Args:
         x: shape (batch, heads, context, size of a head).
+        first: the position of the first element of the context.
     """
     half = x.shape[-1] // 2
     speed = ROTARY_BASE ** (-torch.arange(half, dtype=torch.float32) / half)
-    angle = torch.outer(torch.arange(x.shape[-2], dtype=torch.float32), speed)
-    cos, sin = angle.cos(), angle.sin()
+    positions = torch.arange(first, first + x.shape[-2], dtype=torch.float32)
+    angle = torch.outer(positions, speed)
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     a, b = x[..., :half], x[..., half:]
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)

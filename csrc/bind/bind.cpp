@@ -84,9 +84,10 @@ std::size_t encode_chunks(Bytes src, const Geometry& geometry, const ContextArgu
 // Returns (fault, chunk, plane, payload length).
 std::tuple<int, std::size_t, uint32_t, std::size_t> check_table(Table table,
                                                                 const Geometry& geometry,
-                                                                bool has_base) {
+                                                                bool has_base, int last_mode) {
     require_table(table, geometry);
-    const TableCheck check = check_descriptors(table.data(), geometry, has_base);
+    const TableCheck check =
+        check_descriptors(table.data(), geometry, has_base, static_cast<Mode>(last_mode));
     return {static_cast<int>(check.fault), check.chunk, check.plane, check.payload_nbytes};
 }
 
@@ -333,7 +334,7 @@ NB_MODULE(_core, m) {
           "threads"_a);
     m.def("decode_range", &decode_range, "tensor"_a, "start"_a, "dst"_a.noconvert(), "check"_a,
           "threads"_a);
-    m.def("check_table", &check_table, "table"_a, "geometry"_a, "has_base"_a);
+    m.def("check_table", &check_table, "table"_a, "geometry"_a, "has_base"_a, "last_mode"_a);
     m.def("estimate_delta", &estimate_delta_nbytes, "src"_a, "geometry"_a, "base"_a,
           "plain_nbytes"_a, "level"_a);
     m.def("estimate_planes", &estimate_planes, "src"_a, "geometry"_a, "level"_a, "n_samples"_a);

@@ -37,4 +37,9 @@ inline bool is_rans(Mode mode) {
     return mode == Mode::kRans || mode == Mode::kClassedRans;
 }
 
+// Whether a chunk whose plane 0 has this mode holds differences from a base.
+inline bool is_from_base(Mode mode) {
+    return mode == Mode::kDelta || mode == Mode::kSparseDelta;
+}
+
 }  // namespace packhorse

@@ -27,7 +27,8 @@ enum class Mode : uint8_t {
     kRans = 3,
     kZstd = 4,
     kClassedRans = 5,
-    kDelta = 6
+    kDelta = 6,
+    kSparseDelta = 7
 };
 enum class ClassSource : uint8_t { kNone = 0, kPrediction = 1, kLead = 2 };
 
@@ -67,6 +68,16 @@ constexpr std::size_t kDeltaModelsOffset = 32;
 constexpr uint32_t kDeltaTokens = 64;
 constexpr uint32_t kDeltaDirectTokens = 32;
 constexpr uint32_t kDeltaFullToken = 63;
+
+// Section 6.7.
+constexpr uint32_t kMaxSparseClasses = 8;
+constexpr std::size_t kSparseClassNbytes = 6;
+constexpr uint32_t kMaxSparseZeros = 24;  // in front of a number that is written in full
+constexpr uint32_t kSparseCountBits = 22;  // of a gap with its sign, and of a run, in full
+constexpr uint32_t kMaxSparseCountShift = 21;
+constexpr uint32_t kMaxSparseSizeShift = 58;
+constexpr uint32_t kSparseNoSizes = 254;    // all steps have the size 1
+constexpr uint32_t kSparseEverySize = 255;  // the size of every step is written
 
 // Section 12.
 constexpr std::size_t kMaxWeightColumns = 65536;

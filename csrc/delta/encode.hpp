@@ -12,6 +12,7 @@
 #include "chunk/choose.hpp"
 #include "chunk/intake.hpp"
 #include "delta/order.hpp"
+#include "delta/sparse_sets.hpp"
 #include "rans/encode.hpp"
 
 namespace packhorse {
@@ -344,12 +345,31 @@ struct DeltaScratch {
     RansModel models[kMaxDeltaClasses];
 };
 
+// A chunk with more changes than one in this number is not coded as a few differences. It would
+// take as many bytes as other differences do, and longer.
+constexpr std::size_t kUnitsOfSparseChange = 16;
+
+constexpr std::size_t max_sparse_changes(std::size_t n) {
+    return n / kUnitsOfSparseChange;
+}
+
+// Bytes of a row of units of changes (delta/sparse_encode.hpp). Four of them lie in the row of
+// differences, and places and gaps in the rows of keys and tokens.
+constexpr std::size_t sparse_row_nbytes(std::size_t n, uint32_t unit_nbytes) {
+    return round_up((max_sparse_changes(n) + kSetUnits) * unit_nbytes, 64);
+}
+
+constexpr std::size_t differences_nbytes(std::size_t n, uint32_t unit_nbytes) {
+    return std::max(n * unit_nbytes + kMaxDeltaClasses * kDeltaSlackNbytes,
+                    4 * sparse_row_nbytes(n, unit_nbytes));
+}
+
 // Bytes that the rows and the sample take.
 constexpr std::size_t delta_encode_nbytes(std::size_t n, uint32_t unit_nbytes) {
     const auto row = [](std::size_t nbytes) { return round_up(nbytes, 64) + kDeltaSlackNbytes; };
     const std::size_t slack = kMaxDeltaClasses * kDeltaSlackNbytes;
-    return 2 * row(n) + row(n + slack) + row(n * unit_nbytes + slack) + 2 * row(n * unit_nbytes) +
-           round_up(sizeof(DeltaSample), 64);
+    return row(n) + 2 * row(n + slack) + row(differences_nbytes(n, unit_nbytes)) +
+           2 * row(n * unit_nbytes) + round_up(sizeof(DeltaSample), 64);
 }
 
 inline DeltaScratch place_delta_scratch(uint8_t* at, std::size_t n, uint32_t unit_nbytes) {
@@ -360,10 +380,10 @@ inline DeltaScratch place_delta_scratch(uint8_t* at, std::size_t n, uint32_t uni
     };
     constexpr std::size_t slack = kMaxDeltaClasses * kDeltaSlackNbytes;
     DeltaScratch scratch;
-    scratch.keys = take(n);
+    scratch.keys = take(n + slack);
     scratch.tokens = take(n + slack);
     scratch.part = take(n);
-    scratch.differences = take(n * unit_nbytes + slack);
+    scratch.differences = take(differences_nbytes(n, unit_nbytes));
     scratch.source = take(n * unit_nbytes);
     scratch.base = take(n * unit_nbytes);
     scratch.sample = reinterpret_cast<DeltaSample*>(at);
@@ -569,7 +589,6 @@ inline bool encode_delta(const uint8_t* src, const uint8_t* base, std::size_t n,
                          DeltaScratch& scratch, uint8_t* words, uint8_t* escapes,
                          RansEncodeTables& tables, uint8_t* dst, std::size_t& nbytes, Isa isa) {
     nbytes = 0;
-    if (std::memcmp(src, base, n * unit_nbytes) == 0) return true;
     DeltaRule rule;
     const std::size_t estimate =
         estimate_delta(src, base, n, unit_nbytes, is_float, level, *scratch.sample, rule);

@@ -23,6 +23,8 @@
 #include "common/scratch.hpp"
 #include "delta/decode.hpp"
 #include "delta/encode.hpp"
+#include "delta/sparse_decode.hpp"
+#include "delta/sparse_source.hpp"
 #include "tensor/geometry.hpp"
 
 namespace packhorse {
@@ -165,51 +167,61 @@ inline bool take_in_same(const EncodeJob& job, const uint8_t* base, std::size_t 
     return same;
 }
 
-// Tries to encode a chunk as differences from the base. Returns whether that saved bytes. If it
-// did, `nbytes` is the length of the stream, otherwise the chunk's units are in the worker's
-// memory. Either way, the leaves of the base are hashed, unless the base does not change.
-inline bool encode_from_base(const EncodeJob& job, const Geometry& geometry,
-                             const EncodeContext& context, EncodeWorker& worker, uint8_t* to,
-                             std::size_t& nbytes, Isa isa) {
+// Tries to encode a chunk as differences from the base. Returns its descriptor if that saved bytes.
+// If it did not, returns that of a stored chunk, and the chunk's units are in the worker's memory.
+// Either way, the leaves of the base are hashed, unless the base does not change.
+inline uint32_t encode_from_base(const EncodeJob& job, const Geometry& geometry,
+                                 const EncodeContext& context, EncodeWorker& worker, uint8_t* to,
+                                 Isa isa) {
     const Base& base = context.base;
     const uint32_t unit = geometry.spec.unit_nbytes;
     const std::size_t base_unit = base.cast == Cast::kNone ? unit : 4;
     const bool is_fixed = job.base_leaves.digests == nullptr;
     const ContentLeaves leaves =
         is_fixed ? ContentLeaves{} : job.base_leaves.from(job.first * base_unit);
-    nbytes = 0;
-    if (base.cast == Cast::kNone &&
+    if (!is_fixed && base.cast == Cast::kNone &&
         take_in_same(job, base.at(job.first, unit), job.n * unit, isa)) {
-        if (!is_fixed) copy_leaves(job.leaves, job.n * unit, leaves);
-        return true;
+        copy_leaves(job.leaves, job.n * unit, leaves);
+        return make_descriptor(Mode::kDelta, 0);
     }
-    uint8_t* const source = worker.delta.source;
-    take_in(job.src, job.n * unit, source, job.leaves, isa);
     const uint8_t* units = worker.delta.base;
     if (is_fixed)
         units = chunk_base(base, job.first, job.n, unit, worker.delta.base, isa);
     else
         take_in_base(base, job.first, job.n, unit, worker.delta.base, leaves, isa);
-    return encode_delta(source, units, job.n, unit, base.is_float,
-                        scale_bytes(context.plain_nbytes, job.n, geometry.n_units), context.level,
-                        worker.delta, worker.scratch.words, worker.scratch.escapes,
-                        *worker.scratch.tables, to, nbytes, isa);
+    const std::size_t plain = scale_bytes(context.plain_nbytes, job.n, geometry.n_units);
+    std::size_t nbytes = 0;
+    switch (encode_sparse(job.src, units, job.n, unit, base.is_float, job.leaves, plain,
+                          context.level, worker.delta, to, nbytes, isa)) {
+        case SparseOutcome::kEqual:
+            return make_descriptor(Mode::kDelta, 0);
+        case SparseOutcome::kCoded:
+            return make_descriptor(Mode::kSparseDelta, nbytes);
+        default:
+            break;
+    }
+    const bool pays = encode_delta(worker.delta.source, units, job.n, unit, base.is_float, plain,
+                                   context.level, worker.delta, worker.scratch.words,
+                                   worker.scratch.escapes, *worker.scratch.tables, to, nbytes, isa);
+    return pays ? make_descriptor(Mode::kDelta, nbytes) : make_descriptor(Mode::kStored, 0);
 }
 
 // Encodes a chunk to `to` and its descriptors to `descriptors`. Returns the padded length.
 inline std::size_t encode_any_chunk(const EncodeJob& job, const Geometry& geometry,
                                     const EncodeContext& context, EncodeWorker& worker, uint8_t* to,
                                     uint32_t* descriptors, Isa isa) {
-    std::size_t nbytes = 0;
     const bool has_base = context.base.units != nullptr;
-    if (!has_base || !encode_from_base(job, geometry, context, worker, to, nbytes, isa)) {
+    const uint32_t descriptor = has_base ? encode_from_base(job, geometry, context, worker, to, isa)
+                                         : make_descriptor(Mode::kStored, 0);
+    if (!is_from_base(descriptor_mode(descriptor))) {
         const ChunkSource source = has_base ? ChunkSource{worker.delta.source, nullptr}
                                             : ChunkSource{job.src, &job.leaves};
         return encode_chunk(source, job.n, job.first, geometry.spec, context.side, context.level,
                             worker.scratch, to, descriptors, isa);
     }
     std::fill_n(descriptors, geometry.spec.n_planes, 0);
-    descriptors[0] = make_descriptor(Mode::kDelta, nbytes);
+    descriptors[0] = descriptor;
+    const std::size_t nbytes = descriptor_nbytes(descriptor);
     const std::size_t padded = round_up(nbytes, kFrameAlignment);
     std::memset(to + nbytes, 0, padded - nbytes);
     return padded;
@@ -300,13 +312,14 @@ inline bool descriptor_is_allowed(const uint32_t* descriptors, const PlaneSpec& 
         case Mode::kClassedRans:
             return spec.splits();
         case Mode::kDelta:
+        case Mode::kSparseDelta:
             return false;
         default:
             return !spec.splits();
     }
 }
 
-// Finds the first plane of a chunk of mode delta whose descriptor is not allowed. Returns n_planes
+// Finds the first plane of a chunk of differences whose descriptor is not allowed. Returns n_planes
 // if there is none.
 inline uint32_t misplaced_beside_delta(const uint32_t* descriptors, uint32_t n_planes,
                                        bool has_base) {
@@ -325,18 +338,19 @@ struct TableCheck {
     std::size_t payload_nbytes;  // 0 if there is a fault
 };
 
-// Checks all descriptors (docs/format.md, section 9). Reads only the table.
-inline TableCheck check_descriptors(const uint32_t* table, const Geometry& geometry,
-                                    bool has_base) {
+// Checks all descriptors (docs/format.md, section 9). Reads only the table. `last_mode` is the last
+// mode that the frame's version has.
+inline TableCheck check_descriptors(const uint32_t* table, const Geometry& geometry, bool has_base,
+                                    Mode last_mode = Mode::kSparseDelta) {
     const uint32_t n_planes = geometry.spec.n_planes;
     std::size_t payload = 0;
     for (std::size_t chunk = 0; chunk < geometry.n_chunks(); ++chunk) {
         const uint32_t* descriptors = table + chunk * geometry.row_length() + 1;
         const std::size_t n = geometry.units_of(chunk);
         for (uint32_t plane = 0; plane < n_planes; ++plane)
-            if (descriptor_mode(descriptors[plane]) > Mode::kDelta)
+            if (descriptor_mode(descriptors[plane]) > last_mode)
                 return {TableFault::kUnknownMode, chunk, plane, 0};
-        if (descriptor_mode(descriptors[0]) == Mode::kDelta) {
+        if (is_from_base(descriptor_mode(descriptors[0]))) {
             const uint32_t plane = misplaced_beside_delta(descriptors, n_planes, has_base);
             if (plane < n_planes) return {TableFault::kNotAllowed, chunk, plane, 0};
             payload += round_up(descriptor_nbytes(descriptors[0]), kFrameAlignment);
@@ -393,7 +407,13 @@ struct DecodeWorker {
     Scratch whole;
     std::unique_ptr<DeltaDecoder> delta;
     Scratch differences;
+    SparseMemory changes;
     std::vector<uint8_t> partial;
+
+    // Where the base's units of a chunk go if they are cast.
+    uint8_t* cast_memory(std::size_t n, uint32_t unit_nbytes) const {
+        return differences.get() + 2 * delta_row_nbytes(n) + delta_row_nbytes(n * unit_nbytes);
+    }
 };
 
 // Checks the bytes of chunk `index` that are outside of its streams, then decodes it to `dst`.
@@ -417,6 +437,12 @@ inline Status decode_checked(const EncodedTensor& tensor, std::size_t index, boo
         return Status::kReserved;
     const std::size_t n = tensor.geometry.units_of(index);
     const std::size_t first = index * tensor.geometry.chunk_units;
+    if (descriptor_mode(row[1]) == Mode::kSparseDelta)
+        return decode_sparse(chunk, descriptor_nbytes(row[1]), n, spec.unit_nbytes,
+                             tensor.base.is_float,
+                             chunk_base(tensor.base, first, n, spec.unit_nbytes,
+                                        worker.cast_memory(n, spec.unit_nbytes), isa),
+                             worker.changes, past_cache, dst, isa);
     if (descriptor_mode(row[1]) == Mode::kDelta)
         return decode_delta(chunk, descriptor_nbytes(row[1]), n, first, spec.unit_nbytes,
                             tensor.base, *worker.delta, worker.differences.get(), dst, isa);
@@ -465,7 +491,7 @@ inline DecodeResult decode_tensor(const EncodedTensor& tensor, std::size_t start
     bool classes = false, deltas = false;
     for (std::size_t chunk = first; chunk < first + n_wanted; ++chunk) {
         classes |= is_classed(tensor.row(chunk) + 1, geometry.spec.n_planes);
-        deltas |= descriptor_mode(tensor.row(chunk)[1]) == Mode::kDelta;
+        deltas |= is_from_base(descriptor_mode(tensor.row(chunk)[1]));
     }
     if (deltas && tensor.base.units == nullptr) return {Status::kBadField, first};
     for (std::size_t w = 0; w < n_workers; ++w) workers.emplace_back(geometry, classes, deltas);

@@ -13,6 +13,7 @@ from enum import IntEnum
 __all__ = [
     "BASE_BLOCK",
     "BASE_BLOCK_NBYTES",
+    "BASE_MODES",
     "BOUNDED_ALIGNMENT",
     "BOUNDED_BLOCK",
     "BOUNDED_CRC_OFFSET",
@@ -53,6 +54,7 @@ __all__ = [
     "FRAME_NBYTES_OFFSET",
     "FRAME_VERSION",
     "HEADER_CRC_OFFSET",
+    "LAST_MODES",
     "LENGTH_NBYTES",
     "MAX_BITS",
     "MAX_BOUNDED_BITS",
@@ -68,6 +70,10 @@ __all__ = [
     "MAX_PALETTE_RAW_BITS",
     "MAX_RANS_RAW_BITS",
     "MAX_SIDE_NBYTES",
+    "MAX_SPARSE_CLASSES",
+    "MAX_SPARSE_COUNT_SHIFT",
+    "MAX_SPARSE_SIZE_SHIFT",
+    "MAX_SPARSE_ZEROS",
     "MAX_WEIGHT_COLUMNS",
     "METADATA_KEY",
     "MIN_CHUNK_LOG",
@@ -84,6 +90,10 @@ __all__ = [
     "RECORD_CRC_KEY",
     "RECORD_FREE_NBYTES",
     "RECORD_GROWTH",
+    "SPARSE_CLASS_NBYTES",
+    "SPARSE_COUNT_BITS",
+    "SPARSE_EVERY_SIZE",
+    "SPARSE_NO_SIZES",
     "STATE_LOWER_BOUND",
     "STREAM_NBYTES_BITS",
     "STREAM_NBYTES_MASK",
@@ -115,7 +125,7 @@ __all__ = [
 
 # Section 2: the frame.
 FRAME_MAGIC = b"\x89PHF"  # not ASCII, so that readers notice a transfer that strips bit 7
-FRAME_VERSION = 1
+FRAME_VERSION = 2  # the newest one; a frame has the first one that has all of its modes
 FRAME_ALIGNMENT = 64  # a cache line, and the width of the widest vector register
 # magic, version, dtype, n_dims, split, flags, level, chunk_log, header_nbytes, frame_nbytes, hash,
 # n_chunks, CRC, n_row_dims, reserved, side descriptor
@@ -180,6 +190,16 @@ DELTA_TOKENS = 64
 DELTA_DIRECT_TOKENS = 32  # for the differences around 0
 DELTA_FULL_TOKEN = 63  # for differences that are too long for all other tokens
 
+# Section 6.7: sparse delta.
+MAX_SPARSE_CLASSES = 8
+SPARSE_CLASS_NBYTES = 6
+MAX_SPARSE_ZEROS = 24  # in front of a number that is written in full
+SPARSE_COUNT_BITS = 22  # of a gap with its sign, and of a run, in full
+MAX_SPARSE_COUNT_SHIFT = 21
+MAX_SPARSE_SIZE_SHIFT = 58
+SPARSE_NO_SIZES = 254  # all steps have the size 1
+SPARSE_EVERY_SIZE = 255  # the size of every step is written
+
 # Section 7: the content hash.
 CONTENT_LEAF_NBYTES = 1 << 18
 
@@ -233,6 +253,13 @@ class Mode(IntEnum):
     ZSTD = 4
     CLASSED_RANS = 5
     DELTA = 6
+    SPARSE_DELTA = 7
+
+
+# The modes in which plane 0 of a chunk holds differences from the base.
+BASE_MODES = (Mode.DELTA, Mode.SPARSE_DELTA)
+# The last mode of each version of the frame.
+LAST_MODES = {1: Mode.DELTA, 2: Mode.SPARSE_DELTA}
 
 
 class ClassSource(IntEnum):

@@ -18,7 +18,8 @@ ALLOWED = {
     "gpu": {"common", "data", "codecs"},
     "shelf": {"common", "data", "codecs"},
     "learn": {"common", "data"},
-    "": {"common", "data", "codecs", "snapshots", "layers", "gpu", "shelf", "learn"},
+    "wire": {"common", "data", "codecs"},
+    "": {"common", "data", "codecs", "snapshots", "layers", "gpu", "shelf", "learn", "wire"},
 }
 
 

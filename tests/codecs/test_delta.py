@@ -80,7 +80,7 @@ def test_differences_are_many_times_smaller():
     new, old = steps("BF16", 1_000_000, share=0.01)
     frame = pack(new, old, "BF16")
     assert frame.ratio > 60
-    assert {mode for plane in frame.planes()[:1] for mode in plane.modes} == {Mode.DELTA}
+    assert {mode for plane in frame.planes()[:1] for mode in plane.modes} == {Mode.SPARSE_DELTA}
     assert (
         "differences from the base take"
         in compress_buffer(new, "BF16", (1_000_000,), base=old).plan.reason

@@ -35,13 +35,13 @@ from codec_battery import (
 from packhorse.disk import PackedFile, pack_file, unpack_file, verify_file
 from packhorse.disk.folder_index import pack_index, unpack_index
 from packhorse.frame import Frame, compress_buffer
-from packhorse.layout import DTYPES, FRAME_VERSION, Level, Mode
+from packhorse.layout import BASE_MODES, DTYPES, FRAME_VERSION, Level, Mode
 from packhorse.numpy import FRAMEWORK as NUMPY
 from packhorse.reference import decode_file, decode_frame
 
 FOLDER = Path(__file__).parents[1] / "golden"
 MANIFEST = FOLDER / "manifest.json"
-VERSION = 1  # of the format; a new one gets cases of its own, beside these
+VERSION = 2  # of the format; a new one gets cases of its own, beside these
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,17 @@ DELTAS: dict[str, Delta] = {
     "U16-delta-fast": Delta("U16-255-values", "U16", 4, level=Level.FAST),
     "F8_E4M3-delta": Delta("F8_E4M3-33-values", "F8_E4M3", 1, share=0.3),
 }
+# Those that came with version 2.
+SPARSE: dict[str, Delta] = {
+    "BF16-sparse-max": Delta("BF16-weights-max", "BF16", 2, share=0.05, level=Level.MAX),
+    "BF16-sparse-cast": Delta("F32-moments-default", "BF16", 1, share=0.02),
+    "F16-sparse": Delta("F16-weights-fast", "F16", 3, share=0.03, level=Level.FAST),
+    "F32-sparse": Delta("F32-outlier", "F32", 5000, share=0.004),
+    "F64-sparse-delta": Delta("F64-weights-max", "F64", 1e9, share=0.03),
+    "I32-sparse": Delta("I32-sorted-max", "I32", 1e5, share=0.02),
+    "F8_E4M3-sparse": Delta("F8_E4M3-33-values", "F8_E4M3", 1, share=0.05),
+}
+DELTAS |= SPARSE
 CASES |= {name: delta.write for name, delta in DELTAS.items()}
 FILE = "file.packed"
 INDEX = "index.packed"  # of a folder
@@ -296,7 +307,13 @@ def test_golden_deltas_have_bases() -> None:
     for name, delta in DELTAS.items():
         frame, base = Frame.from_buffer(golden(name)), decode_frame(golden(delta.base))
         assert (frame.base_hash, frame.base_dtype) == (base.content_hash, base.dtype)
-        assert Mode.DELTA in frame.planes()[0].modes
+        assert set(BASE_MODES) & set(frame.planes()[0].modes)
+        assert (Mode.SPARSE_DELTA in frame.planes()[0].modes) == (name in SPARSE)
+
+
+def test_only_frames_with_new_modes_have_a_new_version() -> None:
+    assert {golden(name)[4] for name in SPARSE} == {2}
+    assert {golden(name)[4] for name in FRAMES if name not in SPARSE} == {1}
 
 
 @pytest.mark.parametrize("name", FRAMES)

@@ -20,6 +20,7 @@ from packhorse.disk.safetensors_header import parse_file_header
 from packhorse.frame import Frame
 from packhorse.layout import DTYPES, Level, Mode, Split
 from packhorse.numpy import FRAMEWORK as NUMPY
+from packhorse.wire.updates import DeltaReceiver
 
 FUZZ = Path(__file__).parents[2] / "fuzz"
 MADE_BY_TESTS = ("lie-", "made-")
@@ -123,3 +124,14 @@ def test_kept_inputs_are_of_targets_that_exist() -> None:
     kept = list((FUZZ / "corpus").glob("*/*"))
     assert {path.parent.name for path in kept} <= fuzz_module("make_corpus").TARGETS.keys()
     assert all(path.name.startswith("found-") for path in kept)
+
+
+def test_every_seed_of_an_update_is_good() -> None:
+    target = fuzz_module("fuzz_update")
+    for name, seed in seeds("update").items():
+        state = None if seed[0] & 8 else target.weights()
+        receiver = DeltaReceiver(into=state, in_place=bool(seed[0] & 4))
+        receiver.unpack(seed[1:])
+        target.main(seed)
+        assert len(seed) < 8192, name
+        assert target.sealed(seed[1:]) == seed[1:], name

@@ -21,6 +21,7 @@ EXPECTED_MODES = {
     "lead": {Mode.CLASSED_RANS, Mode.PALETTE},
     "delta": {Mode.DELTA},
     "delta-equal": {Mode.DELTA},
+    "sparse-delta": {Mode.SPARSE_DELTA},
 }
 
 

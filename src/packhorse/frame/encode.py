@@ -20,7 +20,7 @@ from packhorse.codecs.plan import Plan
 from packhorse.codecs.source import Source
 from packhorse.frame.header import Table
 from packhorse.frame.zstd import encode_zstd
-from packhorse.layout import FIRST_STREAM, STREAM_NBYTES_BITS, Mode
+from packhorse.layout import BASE_MODES, FIRST_STREAM, STREAM_NBYTES_BITS
 
 __all__ = ["Payload", "encode_payload"]
 
@@ -44,7 +44,7 @@ class Payload(NamedTuple):
     @property
     def has_delta(self) -> bool:
         """Whether any chunk needs the base."""
-        return bool(np.any(self.table[:, FIRST_STREAM] >> STREAM_NBYTES_BITS == Mode.DELTA))
+        return bool(np.isin(self.table[:, FIRST_STREAM] >> STREAM_NBYTES_BITS, BASE_MODES).any())
 
 
 def encode_payload(

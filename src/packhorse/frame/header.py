@@ -24,6 +24,7 @@ from packhorse.frame.base import BaseName, allowed_casts
 from packhorse.layout import (
     BASE_BLOCK,
     BASE_BLOCK_NBYTES,
+    BASE_MODES,
     CRITICAL_FLAGS,
     DTYPE_BY_CODE,
     DTYPE_BY_NAME,
@@ -35,6 +36,7 @@ from packhorse.layout import (
     FRAME_MAGIC,
     FRAME_VERSION,
     HEADER_CRC_OFFSET,
+    LAST_MODES,
     MAX_BITS,
     MAX_CHUNK_LOG,
     MAX_CHUNK_NBYTES,
@@ -88,6 +90,14 @@ class FrameHeader(NamedTuple):
     side_descriptor: int
     side_stream: bytes
     base: BaseName | None = None
+
+    @property
+    def version(self) -> int:
+        """The first version of the format that has all modes of the frame."""
+        if self.base is None:  # all newer modes need one
+            return 1
+        last = int(self.table[:, FIRST_STREAM].max(initial=0)) >> STREAM_NBYTES_BITS
+        return next(version for version, mode in LAST_MODES.items() if last <= mode)
 
     @property
     def split(self) -> Split:
@@ -180,7 +190,7 @@ def header_bytes(header: FrameHeader) -> bytes:
     """Returns the bytes of a header, with its CRC."""
     fixed = FIXED_HEADER.pack(
         FRAME_MAGIC,
-        FRAME_VERSION,
+        header.version,
         header.dtype.code,
         len(header.shape),
         header.geometry.split,
@@ -308,7 +318,7 @@ class _Reader:
             text[table_end:side_end],
             base,
         )
-        self.check_length(header, self.check_descriptors(header, table_at))
+        self.check_length(header, self.check_descriptors(header, table_at, LAST_MODES[version]))
         return header
 
     def read_kind(self, code: int, split_code: int) -> tuple[DType, Split]:
@@ -363,16 +373,18 @@ class _Reader:
         ):
             raise self.fail(_SIDE_AT + 4, "mode or length of the side data is not allowed")
 
-    def check_descriptors(self, header: FrameHeader, table_at: int) -> int:
-        """Checks mode and length of every stream, and returns the length of the payload."""
+    def check_descriptors(self, header: FrameHeader, table_at: int, last_mode: Mode) -> int:
+        """Checks mode and length of every stream, and returns the length of the payload. Modes
+        after `last_mode` are unknown to the frame's version."""
         what, chunk, plane, payload = _core.check_table(
-            header.table, header.geometry, header.base is not None
+            header.table, header.geometry, header.base is not None, last_mode
         )
         if what:
             at = table_at + 4 * (chunk * (header.n_planes + 1) + 1 + plane)
             words = f"descriptor of chunk {chunk}, plane {plane}: "
             if what == 1:
-                words += "its mode is unknown to this release; upgrade packhorse"
+                words += "its mode is unknown to this release, or to the frame's version; upgrade"
+                words += " packhorse"
                 raise self.fail(at, words, CompatibilityError)
             raise self.fail(at, words + "its mode or length is not allowed here")
         return payload
@@ -396,8 +408,8 @@ class PlaneSummary:
         name: a short name for people.
         nbytes: encoded bytes.
         logical_nbytes: bytes before encoding.
-        modes: how many chunks were coded in which mode. A chunk of mode delta, which codes whole
-            units at once, counts for the first plane only.
+        modes: how many chunks were coded in which mode. A chunk of mode delta or sparse delta,
+            which code whole units at once, counts for the first plane only.
     """
 
     index: int
@@ -411,8 +423,8 @@ def plane_summaries(header: FrameHeader) -> tuple[PlaneSummary, ...]:
     """Sums up each plane over all chunks."""
     lengths = (header.table[:, FIRST_STREAM:] & STREAM_NBYTES_MASK).sum(axis=0, dtype=np.int64)
     modes = header.table[:, FIRST_STREAM:] >> STREAM_NBYTES_BITS
-    # Mode delta codes whole units, so the other planes of such a chunk have no streams.
-    counted = [modes[:, :1], modes[modes[:, 0] != int(Mode.DELTA), 1:]]
+    # Differences are of whole units, so the other planes of such a chunk have no streams.
+    counted = [modes[:, :1], modes[~np.isin(modes[:, 0], BASE_MODES), 1:]]
     logical = header.nbytes // header.n_planes
     return tuple(
         PlaneSummary(

@@ -19,7 +19,7 @@ from packhorse.reference.symbols import (
 )
 from packhorse.reference.words import Reader, equal, within, zero
 
-__all__ = ["base_units", "decode_delta", "round_f32"]
+__all__ = ["base_units", "decode_delta", "order", "round_f32", "unit_of"]
 
 _MANTISSA_BITS = {"BF16": 7, "F16": 10}
 
@@ -51,16 +51,17 @@ def round_f32(x: int, name: str) -> int:
 
 
 # Differences.
-def _order(x: int, dtype: DType) -> int:
-    """The page's `o`: the position of a unit among all units, in the order of their values."""
+def order(x: int, dtype: DType) -> int:
+    """Returns the page's `o`: the position of a unit among all units, in the order of their
+    values."""
     half = 1 << (8 * dtype.unit_nbytes - 1)
     if Split.FLOAT not in dtype.splits:
         return x
     return x + half if x < half else 2 * half - 1 - x
 
 
-def _unit(y: int, dtype: DType) -> int:
-    """The inverse of `_order`."""
+def unit_of(y: int, dtype: DType) -> int:
+    """Returns the unit at a position: the inverse of `order`."""
     half = 1 << (8 * dtype.unit_nbytes - 1)
     if Split.FLOAT not in dtype.splits:
         return y
@@ -150,8 +151,8 @@ def _decode_units(reader: Reader, dtype: DType, base: list[int]) -> list[int]:
     for places, low, shift in zip(members, raw, head.shifts, strict=True):
         for unit, bits in zip(places, low, strict=True):
             d = (_read_t(next(tokens), extra) << shift) + bits
-            y = (_order(base[unit], dtype) + d) % (1 << 8 * dtype.unit_nbytes)
-            units[unit] = _unit(y, dtype)
+            y = (order(base[unit], dtype) + d) % (1 << 8 * dtype.unit_nbytes)
+            units[unit] = unit_of(y, dtype)
     extra.check_end()
     return units
 

@@ -17,6 +17,7 @@ from packhorse.layout import Mode, Split
 from packhorse.reference.delta import base_units, decode_delta
 from packhorse.reference.header import BaseBlock, Chunk, Header, SideStream, Units, read_header
 from packhorse.reference.rans import Place
+from packhorse.reference.sparse import decode_sparse_delta
 from packhorse.reference.streams import decode_stream
 from packhorse.reference.words import Reader, crc32c, equal, zero
 
@@ -34,7 +35,7 @@ class DecodedTensor:
         content_hash: 16 bytes; `data` was checked against it.
         level: the level byte as it is stored; it is information only.
         split: how units became planes.
-        modes: the mode of each plane, for each chunk; a chunk of mode delta has this mode only.
+        modes: the mode of each plane, for each chunk; a chunk of differences has one mode only.
         side_mode: the mode of the side data; None if there are none.
         base_hash: the content hash of the base; None if there is none.
         base_dtype: safetensors' name of the base's dtype; None if there is none.
@@ -110,7 +111,7 @@ def _check_base(block: BaseBlock | None, base: bytes | None) -> None:
 
 def _chunk_base(header: Header, base: bytes, chunk: Chunk) -> list[int]:
     """Returns the units of the base that a chunk differs from."""
-    assert header.base, "mode delta is allowed beside a base only"
+    assert header.base, "differences are allowed beside a base only"
     size = header.base.dtype.unit_nbytes
     start, stop = chunk.first_unit * size, (chunk.first_unit + chunk.n_units) * size
     return base_units(base[start:stop], header.base.dtype, header.units.dtype)
@@ -164,6 +165,8 @@ def _decode_chunk(
     streams = _cut_streams(data, chunk)
     if chunk.streams[0][0] == Mode.DELTA:
         return decode_delta(streams[0], units.dtype, chunk_base(chunk))
+    if chunk.streams[0][0] == Mode.SPARSE_DELTA:
+        return decode_sparse_delta(streams[0], units.dtype, chunk_base(chunk))
     plane_nbytes = chunk.n_units * units.item_nbytes
     predictions: Callable[[], list[int]] | None = None
     if side:

@@ -61,7 +61,7 @@ class Chunk(NamedTuple):
     crc: int
     first_unit: int
     n_units: int
-    streams: list[tuple[Mode, int]]  # mode and bytes, in plane order; mode delta has one
+    streams: list[tuple[Mode, int]]  # mode and bytes, in plane order; differences have one
 
 
 class Header(NamedTuple):
@@ -114,7 +114,7 @@ def _read_fixed(data: bytes) -> _Fixed:
     if fixed.version > layout.FRAME_VERSION:
         found, known = fixed.version, layout.FRAME_VERSION
         raise CompatibilityError(f"version at byte offset 4 is {found}, known: {known}; upgrade")
-    equal(fixed.version, layout.FRAME_VERSION, "version", 4)
+    within(fixed.version, 1, layout.FRAME_VERSION, "version", 4)
     return fixed
 
 
@@ -209,27 +209,28 @@ def _read_descriptors(
 ) -> list[tuple[Mode, int]]:
     """Returns mode and length of each stream of a chunk."""
     has_base = fixed.flags & layout.FLAG_BASE > 0
+    for word in words:
+        _read_mode(word, fixed.version, at)
     first = _read_descriptor(words[0], units, has_base, at)
-    if first[0] != Mode.DELTA:
+    if first[0] not in layout.BASE_MODES:
         return [first, *(_read_descriptor(word, units, False, at) for word in words[1:])]
-    for word in words[1:]:
-        _read_mode(word, at)
     equal(words[1:], [0] * (units.n_planes - 1), "descriptors beside mode delta in table row", at)
     return [first]
 
 
-def _read_mode(word: int, at: int) -> Mode:
+def _read_mode(word: int, version: int, at: int) -> Mode:
     code = word >> layout.STREAM_NBYTES_BITS
-    if code not in list(Mode):
-        raise CompatibilityError(f"unknown mode {code} in table row at byte offset {at}; upgrade")
+    if code > layout.LAST_MODES[version]:
+        where = f"in table row at byte offset {at} of a frame of version {version}"
+        raise CompatibilityError(f"unknown mode {code} {where}; upgrade")
     return Mode(code)
 
 
 def _read_descriptor(word: int, units: Units, may_differ: bool, at: int) -> tuple[Mode, int]:
-    """Reads one descriptor; `may_differ` says whether mode delta is allowed: in plane 0, beside a
-    base."""
-    mode, nbytes = _read_mode(word, at), word & layout.STREAM_NBYTES_MASK
-    if not (may_differ if mode == Mode.DELTA else _allowed(mode, units)):
+    """Reads one descriptor of a known mode; `may_differ` says whether modes of differences are
+    allowed: in plane 0, beside a base."""
+    mode, nbytes = Mode(word >> layout.STREAM_NBYTES_BITS), word & layout.STREAM_NBYTES_MASK
+    if not (may_differ if mode in layout.BASE_MODES else _allowed(mode, units)):
         what = f"mode {mode.name.lower()} in table row at byte offset {at}"
         raise CorruptionError(f"{what} is not allowed for {units.dtype.name} split {units.split}")
     if mode == Mode.CONSTANT:
@@ -238,7 +239,7 @@ def _read_descriptor(word: int, units: Units, may_differ: bool, at: int) -> tupl
 
 
 def _allowed(mode: Mode, units: Units) -> bool:
-    """The table of section 6, without mode delta."""
+    """The table of section 6, without the modes of differences."""
     if mode in (Mode.PALETTE, Mode.RANS):
         return units.item_nbytes == 1
     if mode == Mode.ZSTD:

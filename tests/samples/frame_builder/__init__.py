@@ -31,6 +31,7 @@ from frame_builder.frames import (
     crc32c,
 )
 from frame_builder.planes import split_planes
+from frame_builder.sparse import Sparse
 from frame_builder.samples import DELTAS, SMALL, side_of, units_of_values
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "Rans",
     "Raw",
     "Side",
+    "Sparse",
     "Stored",
     "Zstd",
     "build_file",

@@ -137,7 +137,7 @@ def _build_chunk(
     planes: list[bytes], codings: Sequence[Coding], around: Around, carry: bool
 ) -> list[bytes]:
     """The streams of one chunk, in plane order."""
-    if codings[0].mode == Mode.DELTA:
+    if codings[0].mode in (Mode.DELTA, Mode.SPARSE_DELTA):
         return [codings[0].encode(planes[0], around)]
     stored = [p for p, coding in enumerate(codings) if coding.mode == Mode.STORED]
     n_carried = sum(coding.n_carried for coding in codings) if carry and stored else 0
@@ -201,13 +201,13 @@ def build_frame(
         dtype: safetensors' name.
         shape: one dimension if None.
         codings: one for each plane, used in every chunk, or a function that gives them for a
-            chunk's number; mode delta is the only one of its chunk.
+            chunk's number; a mode of differences is the only one of its chunk.
         split: section 4.
         chunk_log: log2 of the units of a chunk.
         level: the level byte.
         carry: let the rANS streams carry the end of the last stored plane, if it is long enough.
         side: side data; the predictions of all units follow from them.
-        base: the base of chunks of mode delta.
+        base: the base of chunks of differences.
         edit: gets chunk, plane and stream, and returns the stream to write instead.
 
     Returns:
@@ -221,6 +221,7 @@ def build_frame(
     edit = edit or (lambda chunk, plane, stream: stream)
     predictions, payload = side.predictions if side else [], _Payload()
     base_units = base.units(dtype) if base else b""
+    version = 1
     for c, start in enumerate(range(0, len(data), step)):
         units = data[start : start + step]
         first = start // row.unit_nbytes
@@ -235,11 +236,12 @@ def build_frame(
         streams = _build_chunk(split_planes(units, row, split), chosen, around, carry)
         edited = [edit(c, p, stream) for p, stream in enumerate(streams)]
         payload.add(edited, chosen, n_planes)
+        version = max(version, 2 if chosen[0].mode == Mode.SPARSE_DELTA else 1)
     built = _assemble(data, shape, payload, 4 + 4 * n_planes, side, base, edit)
     return built.lie(
         seal=False,
         magic=b"\x89PHF",
-        version=1,
+        version=version,
         dtype_code=row.code,
         n_dims=len(shape),
         split=split,

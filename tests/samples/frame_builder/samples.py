@@ -10,6 +10,7 @@ from collections.abc import Callable
 from frame_builder.codings import Classed, Coding, Constant, Palette, Rans, Stored, Zstd
 from frame_builder.deltas import Base, Delta, DeltaEqual
 from frame_builder.frames import BuiltFrame, Side, build_frame
+from frame_builder.sparse import Sparse
 from packhorse.layout import DTYPE_BY_NAME, ClassSource
 
 __all__ = ["DELTAS", "SMALL", "side_of", "units_of_values"]
@@ -94,6 +95,24 @@ def _of_f32(dtype: str) -> Callable[..., BuiltFrame]:
     return lambda **kwargs: build_frame(data, dtype, (5, 6), **{**given, **kwargs})
 
 
+def _few_changed(data: bytes, unit_nbytes: int) -> bytes:
+    """Units that are those of `data`, except for one in three, which are near them."""
+    near = _near(data, unit_nbytes)
+    steps = range(0, len(data), unit_nbytes)
+    return b"".join((data if i // unit_nbytes % 3 else near)[i : i + unit_nbytes] for i in steps)
+
+
+def _sparse(
+    dtype: str, *codings: Coding, split: int, n: int = 30, base: str | None = None
+) -> Callable[..., BuiltFrame]:
+    """A frame of `n` units that differs from its base in few of them."""
+    row = DTYPE_BY_NAME[base or dtype]
+    given_base = Base(units_of_values(n, row.unit_nbytes, 9), row.name)
+    units, size = given_base.units(dtype), DTYPE_BY_NAME[dtype].unit_nbytes
+    given = {"split": split, "base": given_base, "codings": codings}
+    return lambda **kwargs: build_frame(_few_changed(units, size), dtype, **{**given, **kwargs})
+
+
 _CHUNKS = ([Delta(3)], [Stored(), Rans()], [Delta(shifts=(9,))])
 
 DELTAS: dict[str, Callable[..., BuiltFrame]] = {
@@ -103,4 +122,9 @@ DELTAS: dict[str, Callable[..., BuiltFrame]] = {
     "delta-of-f32": _of_f32("F16"),
     "delta-equal": _bf16(DeltaEqual(), split=2, base=Base(_SAMPLE, "BF16")),
     "delta-beside-others": _delta("I16", split=1, n=150, codings=lambda chunk: _CHUNKS[chunk]),
+    "sparse": _sparse("BF16", Sparse(thresholds=(9000, 20000), run_shifts=(0, 2, 255)), split=2),
+    "sparse-whole": _sparse("F32", Sparse(gap_shifts=(1,), size_shifts=(7,)), split=0, n=200),
+    "sparse-integers": _sparse("I64", Sparse(thresholds=(40, 1 << 62)), split=1),
+    "sparse-full": _sparse("U8", Sparse(always_full=True), split=0, n=150),
+    "sparse-of-f32": _sparse("F16", Sparse(thresholds=(9000,)), split=2, base="F32"),
 }

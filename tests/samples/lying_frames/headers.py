@@ -22,7 +22,7 @@ from packhorse.layout import Mode
 HEADER_LIES = {
     "another magic": ("H2", {"magic": b"\x89PHG"}, "magic at byte offset 0 is 89504847"),
     "version 0": ("H3", {"version": 0}, "version at byte offset 4 is 0"),
-    "version 2": ("H4", {"version": 2}, "version at byte offset 4 is 2"),
+    "version 3": ("H4", {"version": 3}, "version at byte offset 4 is 3"),
     "version 255": ("H4", {"version": 255}, "upgrade"),
     "flag 1": ("H5", {"flags": 2}, "flags 0x2 at byte offset 8"),
     "flag 1 beside a base": ("H5", {"flags": 3}, "flags 0x3 at byte offset 8"),
@@ -207,7 +207,7 @@ PLACE_LIES = {
         lambda: with_side(fb.side_of(5, 6), edit=appended(b"x", plane=SIDE)),
         "stored side data at byte offset 52 is 12, but must be 11",
     ),
-    "mode 7": ("D1", lambda: raw(7, bytes(60)), "unknown mode 7"),
+    "mode 8": ("D1", lambda: raw(8, bytes(60)), "unknown mode 8"),
     "mode 255": ("D1", lambda: raw(255, b""), "unknown mode 255"),
     "a palette of units": ("D2", lambda: of_units(Mode.PALETTE), "mode palette"),
     "rans of units": ("D2", lambda: of_units(Mode.RANS), "mode rans"),

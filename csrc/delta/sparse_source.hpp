@@ -1,0 +1,109 @@
+// Encodes a chunk that may differ from its base in few units. A glance at the source tells whether
+// that is worth a try. If too many units differ, the list of those found so far and the base give
+// back what was read, so that the source need not be read again.
+#pragma once
+
+#include <algorithm>
+
+#include "delta/encode.hpp"
+#include "delta/sparse_encode.hpp"
+
+namespace packhorse {
+
+enum class SparseOutcome {
+    kEqual,   // all units equal those of the base
+    kCoded,   // the stream was written
+    kCopied,  // there is no stream, and the units are in `source`
+};
+
+// Lists of changes use the memory of differences.
+inline SparseScratch place_sparse_scratch(const DeltaScratch& scratch, std::size_t n,
+                                          uint32_t unit_nbytes) {
+    const std::size_t row = sparse_row_nbytes(n, unit_nbytes);
+    uint8_t* const rows = scratch.differences;
+    return {reinterpret_cast<uint32_t*>(scratch.keys),
+            reinterpret_cast<uint32_t*>(scratch.tokens),
+            rows,
+            rows + row,
+            rows + 2 * row,
+            rows + 3 * row};
+}
+
+// Whether few units of a chunk seem to differ. Any answer is valid, whatever the source holds.
+template <class Unit>
+inline bool seems_sparse(const uint8_t* src, const uint8_t* base, std::size_t n, Isa isa) {
+    constexpr std::size_t kRuns = 32;
+    if (n < kRuns * kSetUnits) return true;
+    std::size_t differ = 0;
+    const auto at = [=](std::size_t r) { return (r * (n / kRuns)) * sizeof(Unit); };
+    for (std::size_t r = 0; r < kRuns; ++r) {
+        __builtin_prefetch(src + at(r));
+        __builtin_prefetch(base + at(r));
+    }
+    for (std::size_t r = 0; r < kRuns; ++r)
+        differ += static_cast<std::size_t>(
+            std::popcount(differing_plain<Unit>(src + at(r), base + at(r), isa)));
+    // Clearly too many, because a sample may have a few more than the chunk.
+    return differ * (kUnitsOfSparseChange - 2) <= kRuns * kSetUnits;
+}
+
+// Reads the source, which begins with a leaf, and lists what differs from the base. Returns whether
+// all changes had room; if not, `source` receives all units.
+template <class Unit>
+inline bool list_source(const uint8_t* src, const uint8_t* base, std::size_t n,
+                        const ContentLeaves& leaves, ChangeList<Unit>& list, uint8_t* source,
+                        Isa isa) {
+    bool fits = true;
+    visit_source(src, n * sizeof(Unit), leaves, isa,
+                 [&](const uint8_t* piece, std::size_t at, std::size_t nbytes) {
+                     if (fits) {
+                         const std::size_t n_before = list.changes().n;
+                         fits = list.add(piece, base + at, at / sizeof(Unit), nbytes / sizeof(Unit),
+                                         isa);
+                         if (fits) return;
+                         SparseChanges<Unit> before = list.changes();
+                         before.n = n_before;
+                         std::memcpy(source, base, at);
+                         apply_changes(before, 0, 0, at / sizeof(Unit), source);
+                     }
+                     std::memcpy(source + at, piece, nbytes);
+                 });
+    return fits;
+}
+
+// Encodes a chunk of `n` >= 1 units, if it takes less than about `plain_nbytes`. The base does not
+// change. `dst` has room for the chunk.
+template <class Unit, bool kFloat>
+inline SparseOutcome encode_sparse_units(const uint8_t* src, const uint8_t* base, std::size_t n,
+                                         const ContentLeaves& leaves, std::size_t plain_nbytes,
+                                         Level level, DeltaScratch& scratch, uint8_t* dst,
+                                         std::size_t& nbytes, Isa isa) {
+    const SparseScratch memory = place_sparse_scratch(scratch, n, sizeof(Unit));
+    ChangeList<Unit> list(memory, max_sparse_changes(n));
+    if (!seems_sparse<Unit>(src, base, n, isa)) {
+        take_in(src, n * sizeof(Unit), scratch.source, leaves, isa);
+        return SparseOutcome::kCopied;
+    }
+    if (!list_source(src, base, n, leaves, list, scratch.source, isa))
+        return SparseOutcome::kCopied;
+    const SparseChanges<Unit>& changes = list.changes();
+    if (changes.n == 0) return SparseOutcome::kEqual;
+    nbytes = SparseChunkEncoder<Unit, kFloat>(changes, base, n, memory, level, isa)
+                 .encode(dst, n * sizeof(Unit));
+    if (nbytes > 0 && nbytes + nbytes / 64 < plain_nbytes) return SparseOutcome::kCoded;
+    std::memcpy(scratch.source, base, n * sizeof(Unit));
+    apply_changes(changes, 0, 0, n, scratch.source);
+    return SparseOutcome::kCopied;
+}
+
+inline SparseOutcome encode_sparse(const uint8_t* src, const uint8_t* base, std::size_t n,
+                                   uint32_t unit_nbytes, bool is_float, const ContentLeaves& leaves,
+                                   std::size_t plain_nbytes, Level level, DeltaScratch& scratch,
+                                   uint8_t* dst, std::size_t& nbytes, Isa isa) {
+    return with_units(unit_nbytes, is_float, [&]<class Unit, bool kFloat>() {
+        return encode_sparse_units<Unit, kFloat>(src, base, n, leaves, plain_nbytes, level, scratch,
+                                                 dst, nbytes, isa);
+    });
+}
+
+}  // namespace packhorse

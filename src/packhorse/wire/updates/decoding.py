@@ -1,0 +1,54 @@
+"""Decoding one unit of an update, and checking a payload without decoding it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from packhorse.codecs.base import ByteArray
+from packhorse.codecs.content import content_hash, crc32c
+from packhorse.errors import CorruptionError
+from packhorse.frame import Frame
+from packhorse.layout import CHUNK_CRC
+
+__all__ = ["check_payload", "decode_unit"]
+
+
+def decode_unit(
+    frame: Frame, base: ByteArray | None, base_hash: bytes | None, threads: int
+) -> ByteArray:
+    """Decodes a frame to new memory, and compares the content hash.
+
+    Args:
+        frame: the frame; its header was checked.
+        base: the bytes of its base, if it has one.
+        base_hash: the content hash that the base is known to have.
+        threads: how many to use.
+
+    Raises:
+        CorruptionError: the frame is damaged, or the base is not what its hash says.
+    """
+    data = np.empty(frame.logical_nbytes, np.uint8)
+    frame.decompress_into(data, base=base, base_hash=base_hash, threads=threads)
+    digest = content_hash(data, threads=threads)
+    if digest != frame.content_hash:
+        raise CorruptionError(
+            f"the decoded bytes have hash {digest.hex()}, and the frame says "
+            f"{frame.content_hash.hex()}: something else wrote to the base since the last commit, "
+            "or the frame is damaged; ask for an anchor"
+        )
+    return data
+
+
+def check_payload(frame: Frame) -> None:
+    """Compares the checksum of each chunk of a frame; nothing is decoded.
+
+    Raises:
+        CorruptionError: a checksum does not match.
+    """
+    payload = np.frombuffer(frame.buffer(), np.uint8)
+    table, offsets = frame.header.table, frame.header.chunk_offsets().tolist()
+    for chunk, (start, stop) in enumerate(pairwise(offsets)):
+        if crc32c(payload[start:stop]) != table.item(chunk, CHUNK_CRC):
+            raise CorruptionError(f"byte {start}: chunk {chunk}: its checksum does not match")

@@ -1,0 +1,1 @@
+"""How updates get from the sender to the receivers: files, sockets, process groups."""
