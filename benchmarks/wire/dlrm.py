@@ -47,9 +47,10 @@ def run(
             "batch" (samples of all ranks), "dim" and "cap" (most rows of a table).
     """
     options = _DEFAULTS | dict(options)
+    options["arms"] = [name for name in ARMS if name in (options["arms"] or ARMS)]
     steps = _Steps(rank, world, group, options)
     steps.prove()
-    arms = {name: steps.arm(name) for name in options["arms"] or ARMS}
+    arms = {name: steps.arm(name) for name in options["arms"]}
     report = interleave(
         arms, options["rounds"], device=options["device"], barrier=lambda: dist.barrier(group)
     )
@@ -57,6 +58,7 @@ def run(
     runs = options["rounds"] + 1
     return {
         "report": report,
+        "batch": options["batch"],
         "nbytes": {name: traffic.nbytes / runs for name, traffic in counted.items()},
         "phases": {
             name: {phase: seconds / runs for phase, seconds in traffic.seconds.items()}
@@ -79,7 +81,7 @@ def merge(results: Sequence[Mapping[str, Any]], *, shared: bool) -> dict[str, An
             phase: max(result["phases"][name].get(phase, 0.0) for result in results)
             for phase in results[0]["phases"][name]
         }
-    return {"rows": rows}
+    return {"cases": [{"name": "DLRM step", "batch": results[0]["batch"], "rows": rows}]}
 
 
 class _Steps:
@@ -101,7 +103,7 @@ class _Steps:
         )
         self.exchanges = {
             name: EmbeddingExchange(tables, group=group, **options_of(name, iterations=1))
-            for name in options["arms"] or ARMS
+            for name in options["arms"]
         }
 
     def prove(self) -> None:
@@ -178,7 +180,8 @@ def main() -> None:
         found = dict(queue.get(timeout=600) for _ in ranks)
         for rank in ranks:
             rank.join()
-    for name, row in merge([found[i] for i in range(args.world)], shared=True)["rows"].items():
+    (case,) = merge([found[rank] for rank in range(args.world)], shared=True)["cases"]
+    for name, row in case["rows"].items():
         median, least, most = row["seconds"]
         phases = " ".join(f"{k} {1e3 * v:.0f}" for k, v in row["phases"].items())
         print(
