@@ -18,10 +18,8 @@ from packhorse.wire.embeddings import Bags, BoundedRows, EmbeddingBags, by_rows,
 USERS, ITEMS, DIM, STEPS = 50_000, 400, 16, 60
 
 
-def codecs(bounded: bool) -> dict[str, BoundedRows]:
-    """How rows and gradients travel; by default as they are."""
-    if not bounded:
-        return {}
+def codecs() -> dict[str, BoundedRows]:
+    """Codecs of rows and of gradients."""
     schedule = Schedule(iterations=STEPS // 2)  # bounds start at twice their size
     gradients = TableBounds(schedule=schedule, rounding=Rounding.STOCHASTIC)
     rows = TableBounds(schedule=schedule)
@@ -34,7 +32,7 @@ def train(rank: int, world: int, file: str, bounded: bool) -> None:
     torch.sparse.check_sparse_tensor_invariants.disable()  # Adagrad would warn that it is so
     torch.manual_seed(rank)
     tables = [by_rows("user", USERS, DIM, world), on_rank("item", ITEMS, DIM, rank=0)]
-    bags = EmbeddingBags(tables, **codecs(bounded))
+    bags = EmbeddingBags(tables, **(codecs() if bounded else {}))
     optimizer = torch.optim.Adagrad(bags.parameters(), lr=0.3)
     for step in range(STEPS):
         users = (torch.rand(1024) ** 4 * USERS).long()  # a few users are seen often

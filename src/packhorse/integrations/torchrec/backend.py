@@ -22,8 +22,8 @@ try:
     from torchrec.modules.embedding_modules import get_embedding_names_by_table
 except ModuleNotFoundError as error:
     raise MissingBackendError(
-        "packhorse.torchrec needs torchrec and fbgemm-gpu (or fbgemm-gpu-cpu), which fit your "
-        "PyTorch; install them with: pip install 'packhorse[torchrec]'"
+        "packhorse.torchrec needs torchrec and fbgemm; install them with: pip install "
+        "'packhorse[torchrec]' (without a GPU as docs/dlrm.md says)"
     ) from error
 
 __all__ = [

@@ -111,9 +111,12 @@ class EmbeddingExchange:
     CompatibilityError if one has other tables, features, dtypes or kinds of codecs.
 
     Example:
-        >>> exchange = EmbeddingExchange([on_rank("user", 1_000, 16, rank=0)])
-        >>> plan = exchange.plan([Bags(torch.tensor([7, 7, 3]))])
-        >>> (users,) = exchange.fetch(plan, lambda requests: [table[r.ids] for r in requests])
+        >>> from packhorse.wire.embeddings import Bags, EmbeddingExchange, on_rank
+        >>> def look_up(ids, table):  # on each rank; rank 0 has the table
+        ...     exchange = EmbeddingExchange([on_rank("user", 1_000, 16, rank=0)])
+        ...     plan = exchange.plan([Bags(ids)])
+        ...     (users,) = exchange.fetch(plan, lambda asked: [table[one.ids] for one in asked])
+        ...     return users
     """
 
     def __init__(

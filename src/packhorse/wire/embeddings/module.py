@@ -33,8 +33,11 @@ class EmbeddingBags(nn.Module):
         exchange: what fetches; `exchange.explain()` and `exchange.traffic` say what it did.
 
     Example:
-        >>> bags = EmbeddingBags([on_rank("user", 1_000, 16, rank=0)])
-        >>> (users,) = bags([Bags(torch.tensor([7, 7, 3]))])
+        >>> from packhorse.wire.embeddings import Bags, EmbeddingBags, on_rank
+        >>> def look_up(ids):  # on each rank
+        ...     bags = EmbeddingBags([on_rank("user", 1_000, 16, rank=0)])
+        ...     (users,) = bags([Bags(ids)])
+        ...     return users
     """
 
     def __init__(
