@@ -33,6 +33,7 @@ from benchmarks.wire.dlrm_ranks import InOneProcess, OverGloo, Ranks  # noqa: E4
 from packhorse.wire.embeddings import on_rank  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "dlrm.json"
+PAGE = ROOT / "docs" / "dlrm.md"
 PICTURE = ROOT / "docs" / "dlrm_training.svg"
 
 
@@ -48,9 +49,10 @@ def main() -> None:
         print(f"{arm}: AUC {run['auc']:.5f}, {run['nbytes_per_step']:,} B a step", flush=True)
         args.output.write_text(json.dumps(found, indent=1) + "\n")
     if args.picture or not args.no_picture:
-        from benchmarks.wire.dlrm_picture import draw
+        from benchmarks.wire.dlrm_picture import draw, write_table
 
         draw(found, PICTURE)
+        write_table(found, PAGE)
 
 
 def _arguments() -> argparse.Namespace:
