@@ -56,6 +56,16 @@ def test_flipped_bits_never_ask_for_rows_that_are_not_there(seed: int, data: st.
         assert not len(one.ids) or (one.ids.min() >= 0 and one.ids.max() < rows)
 
 
+def test_few_bytes_cannot_ask_for_many_ids() -> None:
+    """A table of one row needs no bits for its ids, but a list of them has some."""
+    bags = Wanted(np.zeros(6, np.int64), np.array([1, 5]))
+    message = pack_request([bags], [1])
+    assert np.array_equal(unpack_request(message, [1])[0].ids, bags.ids)
+    message[:8] = np.array([1 << 30, 1 << 31], "<u4").view(np.uint8)
+    with pytest.raises(CorruptionError):
+        unpack_request(message, [1])
+
+
 @given(st.binary(max_size=200))
 def test_noise_is_refused(noise: bytes) -> None:
     message = np.frombuffer(noise, np.uint8)
