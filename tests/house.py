@@ -173,6 +173,7 @@ LAYERS = {
     "torch_models": 6,
     "h5py": 6,
     "lightning": 6,
+    "torchrec": 6,
     "numcodecs": 6,
     "transformers": 6,
     "zarr": 6,

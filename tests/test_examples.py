@@ -167,3 +167,25 @@ def test_an_engine_follows_a_trainer(tmp_path: Path) -> None:
     trained = re.search(r"^the trainer's answer: (\S+)$", done.stdout, re.MULTILINE)
     assert trained is not None
     assert served[-1] == ("3", trained[1])
+
+
+@pytest.mark.slow
+def test_embeddings_on_two_processes_learn(tmp_path: Path) -> None:
+    example = EXAMPLES / "dlrm_exchange.py"
+    assert len(example.read_text().splitlines()) < 60
+
+    def run(*options: str) -> tuple[float, int]:
+        done = subprocess.run(
+            [sys.executable, example, *options], capture_output=True, text=True, timeout=120,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        losses = re.findall(r"^step \d+: loss (\S+)$", done.stdout, re.MULTILINE)
+        (nbytes,) = re.findall(r"^([\d,]+) B sent in a step$", done.stdout, re.MULTILINE)
+        return float(losses[-1]), int(nbytes.replace(",", ""))
+
+    loss, nbytes = run()
+    bounded_loss, bounded_nbytes = run("--bounded")
+    assert loss < 0.2
+    assert abs(bounded_loss - loss) < 0.02
+    assert bounded_nbytes < nbytes / 3

@@ -20,7 +20,7 @@ from packhorse.errors import CorruptionError
 from packhorse.wire.bounds import ByCardinality, Schedule, Shape, TableBounds, Tightness
 from packhorse.wire.embeddings import BoundedRows, Piece, RawRows, RowCodec, Sending
 
-__all__ = ["ARMS", "Float16Rows", "Int8Rows", "options_of"]
+__all__ = ["ARMS", "HOW", "Float16Rows", "Int8Rows", "options_of"]
 
 Bytes = Any  # a NumPy array of uint8
 
@@ -116,6 +116,18 @@ ARMS: dict[str, Callable[[int], dict[str, Any]]] = {
     "bounded, stochastic": lambda n: _ours(n, rounding=Rounding.STOCHASTIC),
     "bounded, feedback": lambda n: _ours(n, feedback_rows=1 << 30),
     "bounded, nearest": lambda n: _ours(n),
+}
+
+
+HOW = {
+    "fp32": "a row for each sample from its holder and a gradient back, as torchrec does",
+    "fp16": "the same in half precision, as torchrec's codec",
+    "int8": "the same in bytes, with scale and bias for each row, the formula of fbgemm",
+    "dedup": "each distinct row once, gradients summed by id, both exact",
+    "forward only": "as the SC 2024 paper: a row for each sample, within bounds; gradients exact",
+    "bounded, stochastic": "distinct rows within bounds, gradients too, rounded stochastically",
+    "bounded, feedback": "the same with error feedback for gradients",
+    "bounded, nearest": "the same, gradients rounded to the nearest value",
 }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ TERABYTE = (
     11156, 122, 4, 970, 14, 9994222, 7267859, 9946608, 415421, 12420, 101, 36,
 )  # fmt: skip
 N_DENSE = 13
+_QUARTERS = 4
 
 
 class Batch(NamedTuple):
@@ -35,12 +37,6 @@ class Batch(NamedTuple):
     dense: Tensor
     ids: Tensor
     labels: Tensor
-
-    def part(self, rank: int, world: int) -> Batch:
-        """The samples of a rank."""
-        size = len(self.labels) // world
-        span = slice(rank * size, (rank + 1) * size)
-        return Batch(self.dense[span], self.ids[:, span], self.labels[span])
 
 
 def capped(cardinalities: Sequence[int], cap: int) -> list[int]:
@@ -68,9 +64,21 @@ class Teacher:
         self._hidden = [generator.standard_normal((n, 4)) * 0.3 for n in cardinalities]
         self._dense = generator.standard_normal(N_DENSE) * 0.2
 
-    def batch(self, number: int, size: int) -> Batch:
-        """Batch `number`, of `size` samples; numbers below 0 are for tests."""
-        generator = np.random.default_rng((self._seed, number + (1 << 40)))
+    def batch(self, number: int, size: int, rank: int = 0, world: int = 1) -> Batch:
+        """A rank's part of batch `number`, of `size` samples; numbers below 0 are for tests.
+
+        A batch has four quarters, so 1, 2 and 4 ranks see the same samples together.
+        """
+        own = range(_QUARTERS * rank // world, _QUARTERS * (rank + 1) // world)
+        parts = [self._quarter(number, i, size // _QUARTERS) for i in own]
+        return Batch(
+            torch.cat([part.dense for part in parts]),
+            torch.cat([part.ids for part in parts], 1),
+            torch.cat([part.labels for part in parts]),
+        )
+
+    def _quarter(self, number: int, quarter: int, size: int) -> Batch:
+        generator = np.random.default_rng((self._seed, number + (1 << 40), quarter))
         dense = generator.standard_normal((size, N_DENSE))
         ids = np.stack(
             [
@@ -130,7 +138,7 @@ def auc(scores: np.ndarray, labels: np.ndarray) -> float:
 
 def _layers(*sizes: int) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for i, (a, b) in enumerate(zip(sizes, sizes[1:], strict=False)):
+    for i, (a, b) in enumerate(pairwise(sizes)):
         layers.append(nn.Linear(a, b))
         if i < len(sizes) - 2 or b > 1:
             layers.append(nn.ReLU())

@@ -26,7 +26,7 @@ from benchmarks.codecs import peers
 from benchmarks.codecs.measure import keep
 from benchmarks.common import machine
 from benchmarks.common.process import code_path, restart
-from benchmarks.wire import arms_collectives, arms_updates, fsdp, report
+from benchmarks.wire import arms_collectives, arms_updates, dlrm_arms, fsdp, report
 from benchmarks.wire.links import RATES, Links, connect, loopback, obstacle
 from benchmarks.wire.scenarios import SCENARIOS, Settings, measure
 from benchmarks.wire.update_data import STAND_INS
@@ -128,6 +128,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
             "updates": {name: arm.how for name, arm in arms_updates.ARMS.items()},
             "collectives": {name: arm.how for name, arm in arms_collectives.ARMS.items()},
             "fsdp": {name: arm.how for name, arm in fsdp.ARMS.items()},
+            "dlrm": dlrm_arms.HOW,
         },
         "rounds": args.rounds,
         "not_shaped": reason,

@@ -84,6 +84,10 @@ def _fsdp_options(settings: Settings, links: Links) -> dict[str, Any]:
     return {key: getattr(settings, key) for key in ("rounds", "nbytes", "arms")}
 
 
+def _dlrm_options(settings: Settings, links: Links) -> dict[str, Any]:
+    return {key: getattr(settings, key) for key in ("rounds", "arms")}
+
+
 def _rate_options(settings: Settings, links: Links) -> dict[str, Any]:
     return {"nbytes": _link_nbytes(links)}
 
@@ -93,6 +97,7 @@ SCENARIOS = {
     "updates": _module("updates", "weight updates, trainer to workers", _update_options),
     "collectives": _module("collectives", "collectives without loss", _collective_options),
     "fsdp": _module("fsdp", "a training step under FSDP2", _fsdp_options),
+    "dlrm": _module("dlrm", "a training step of a DLRM", _dlrm_options),
 }
 
 

@@ -221,13 +221,31 @@ def test_steps_of_fsdp_keep_the_bits(wire: dict[str, ModuleType], result: dict[s
     assert re.search(r"\| plain \| .* \| yes \| [^|]* \| 1\.00 \|", text)
 
 
+def test_steps_of_a_dlrm_have_a_table_and_targets(
+    wire: dict[str, ModuleType], result: dict[str, Any]
+) -> None:
+    arms = ("fp32", "dedup", "bounded, stochastic")
+    settings = wire["scenarios"].Settings(rounds=1, nbytes=1, threads=1, densities=(), arms=arms)
+    with wire["links"].loopback() as links:
+        found = wire["scenarios"].measure("dlrm", links, 2, settings, timeout=120)
+    (case,) = found["cases"]
+    assert tuple(case["rows"]) == arms
+    fp32, dedup, bounded = (case["rows"][name]["payload"] for name in arms)
+    assert fp32 > 2 * dedup > 4 * bounded
+    known = {"world": 2, "rate": "1G", "bits": 10**9, "dropped": 0, "scenario": "dlrm"}
+    result["runs"] = [known | {"result": json.loads(json.dumps(found))}]
+    text = wire["report"].document(result)
+    assert "### 2 ranks, 8,192 samples a step" in text
+    assert re.search(r"\| DLRM step, 2 ranks, 1 Gb/s, .*: times fp32 \|", text)
+
+
 def test_a_scenario_without_any_chosen_arm_has_no_table(
     wire: dict[str, ModuleType], result: dict[str, Any]
 ) -> None:
     for run in result["runs"]:
         if run["scenario"] != "rates":
             run["result"]["cases"] = []
-    assert wire["report"].document(result).count("Not in this run.") == 4
+    assert wire["report"].document(result).count("Not in this run.") == 5
 
 
 def test_document_is_what_the_kept_figures_give(wire: dict[str, ModuleType]) -> None:

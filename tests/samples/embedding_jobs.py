@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -10,10 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from packhorse.codecs.bounded import Rounding
+from packhorse.wire.bounds import TableBounds
 from packhorse.wire.embeddings import (
     Bags,
+    BoundedRows,
     EmbeddingBags,
     EmbeddingExchange,
+    Sending,
     Shard,
     Table,
     by_columns,
@@ -220,3 +227,82 @@ def _sample(one: Bags) -> Tensor:
 def _place(exchange: EmbeddingExchange, number: int) -> tuple[Table, Shard]:
     layout = exchange.layout
     return layout.tables[layout.table_of[number]], layout.shards[number]
+
+
+def check_all(
+    sharding: str, kinds: Sequence[str], features: Sequence[int], n_steps: int
+) -> dict[str, list[str]]:
+    """`check` for several kinds of batches: what differs."""
+    return {kind: check(sharding, kind, features, n_steps)[0] for kind in kinds}
+
+
+def count_bytes() -> tuple[int, int]:
+    """Bytes that this rank sends for skewed ids: a row for each bag, and each distinct row."""
+    tables = [on_rank(f"t{i}", 1000, 16, i % dist.get_world_size()) for i in range(4)]
+    found = []
+    for sending in (Sending.BAGS, Sending.DISTINCT):
+        module = EmbeddingBags(tables, sending=sending)
+        batch = batch_of("one-hot", [1000] * 4, dist.get_rank(), 0, size=2000)
+        bags = module(batch)
+        torch.cat(bags, 1).sum().backward()
+        found.append(module.exchange.traffic.nbytes)
+    return found[0], found[1]
+
+
+def fail(how: str) -> str:
+    """Rank 1 misbehaves in the second batch. Returns this rank's error."""
+    rank = dist.get_rank()
+    tables = tables_of("table-wise", dist.get_world_size())
+    if how == "other tables" and rank == 1:
+        tables = tables[:3]
+    module = EmbeddingBags(tables, ["t0"], timeout=20)
+    ids = torch.tensor([0, 1, 2])
+    try:
+        module([Bags(ids)])
+        if how == "dies" and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        module([Bags(ids + 1 if how == "bad id" and rank == 1 else ids)])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def bounded() -> dict[str, Any]:
+    """Batches of which rows and gradients travel within bounds: by how much a bag is off beyond
+    the largest bound of its table, and the bytes of both ways of sending."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    tables = [on_rank(f"t{i}", 2000, 16, i % world) for i in range(4)]
+
+    def run(**codecs: Any) -> tuple[list[list[Tensor]], EmbeddingBags]:
+        module = EmbeddingBags(tables, **codecs)
+        fill(module)
+        found = []
+        for step in range(3):
+            bags = module(batch_of("one-hot", [2000] * 4, rank, step, size=400))
+            torch.cat(bags, 1).sum().backward()
+            found.append([part.detach() for part in bags])
+        return found, module
+
+    def make() -> dict[str, BoundedRows]:
+        return {
+            "forward": BoundedRows(TableBounds()),
+            "backward": BoundedRows(TableBounds(rounding=Rounding.STOCHASTIC)),
+        }
+
+    exact, plain = run()
+    ours, module = run(**make())
+    again, _ = run(**make())
+    spreads = [float(table_values(table).abs().max()) for table in tables]
+    limit = 2 * 0.03 * 2  # the multiplier, the relative bound of 2,000 rows, both sides of zero
+    excess = max(
+        float((a - b).abs().max()) - limit * spread
+        for of_step, ours_of_step in zip(exact, ours, strict=True)
+        for a, b, spread in zip(of_step, ours_of_step, spreads, strict=True)
+    )
+    pairs = zip(chain(*ours), chain(*again), strict=True)
+    return {
+        "excess": excess,
+        "is_repeated": all(torch.equal(a, b) for a, b in pairs),
+        "nbytes": module.exchange.traffic.nbytes,
+        "raw_nbytes": plain.exchange.traffic.nbytes,
+    }

@@ -246,6 +246,7 @@ class TableBounds:
 
     Example:
         >>> import numpy as np
+        >>> from packhorse.wire.bounds import Schedule, Shape, TableBounds
         >>> bounds = TableBounds(schedule=Schedule(Shape.CONSTANT))
         >>> rows = np.linspace(-1, 1, 1000, dtype=np.float32).reshape(-1, 10)
         >>> bounds.bound_for(0, "user", 100, rows).bits  # 100 ids: loose, .05 of the range

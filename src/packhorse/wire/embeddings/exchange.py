@@ -111,9 +111,12 @@ class EmbeddingExchange:
     CompatibilityError if one has other tables, features, dtypes or kinds of codecs.
 
     Example:
-        >>> exchange = EmbeddingExchange([on_rank("user", 1_000, 16, rank=0)])
-        >>> plan = exchange.plan([Bags(torch.tensor([7, 7, 3]))])
-        >>> (users,) = exchange.fetch(plan, lambda requests: [table[r.ids] for r in requests])
+        >>> from packhorse.wire.embeddings import Bags, EmbeddingExchange, on_rank
+        >>> def look_up(ids, table):  # on each rank; rank 0 has the table
+        ...     exchange = EmbeddingExchange([on_rank("user", 1_000, 16, rank=0)])
+        ...     plan = exchange.plan([Bags(ids)])
+        ...     (users,) = exchange.fetch(plan, lambda asked: [table[one.ids] for one in asked])
+        ...     return users
     """
 
     def __init__(
@@ -135,7 +138,7 @@ class EmbeddingExchange:
             "dtype": str(dtype),
         }
         shown["codecs"] = f"{type(forward).__name__}, {type(backward).__name__}"
-        self._swaps = _Swaps(group, timeout, shown)
+        self._swaps = self._connect(group, timeout, shown)
         self._rank, self._world = self._swaps.rank, self._swaps.size
         self.layout = Layout(tables, features, self._world)
         self.held = self.layout.held[self._rank]
@@ -148,6 +151,14 @@ class EmbeddingExchange:
         self.sending = sending
         self.traffic = Traffic()
         self._choices: list[Choice] = []
+
+    def _connect(
+        self,
+        group: dist.ProcessGroup | None,
+        timeout: timedelta | float | None,
+        options: Mapping[str, str],
+    ) -> _Swaps:
+        return _Swaps(group, timeout, options)
 
     def explain(self) -> list[Choice]:
         """How each table travelled in the last batch, and what was counted; `str` says it."""
@@ -168,16 +179,37 @@ class EmbeddingExchange:
 
     def _plan(self, batch: Sequence[Bags]) -> Plan:
         with self.traffic.timed("route"):
-            cpu = [bags.cpu() for bags in batch]
-            route_ = route(self.layout, cpu, self._element_nbytes(), self.sending)
-            messages = [self._pack(route_, rank) for rank in range(self._world)]
+            question = self.ask(batch)
+        received = self._swap(question.messages)
+        with self.traffic.timed("route"):
+            return self.answer(question, received)
+
+    def ask(self, batch: Sequence[Bags]) -> Question:
+        """The first half of `plan`, for callers who carry messages themselves.
+
+        Args:
+            batch: the bags of each feature.
+
+        Returns:
+            The messages for all ranks, and what `answer` needs.
+        """
+        cpu = [bags.cpu() for bags in batch]
+        route_ = route(self.layout, cpu, self._element_nbytes(), self.sending)
+        messages = [self._pack(route_, rank) for rank in range(self._world)]
         self._choices = route_.choices
         self.traffic.ids_nbytes += sum(len(message) for message in messages)
-        received = self._swap(messages)
-        with self.traffic.timed("route"):
-            asked = [self._unpack(received[r], route_, r) for r in range(self._world)]
-            requests = [self._request(i, asked) for i in range(len(self.held))]
-        return Plan(route_, requests, cpu)
+        return Question(route_, cpu, messages)
+
+    def answer(self, question: Question, received: Sequence[Bytes]) -> Plan:
+        """The second half of `plan`.
+
+        Args:
+            question: of `ask`.
+            received: the messages of all ranks to this one.
+        """
+        asked = [self._unpack(received[r], question.route, r) for r in range(self._world)]
+        requests = [self._request(i, asked) for i in range(len(self.held))]
+        return Plan(question.route, requests, question.batch)
 
     def fetch(self, plan: Plan, gather: Gather) -> list[Tensor]:
         """The bags of the planned batch; all ranks call it.
@@ -199,7 +231,7 @@ class EmbeddingExchange:
             anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
             got = _Fetch.apply(self, plan, anchor, *rows)  # type: ignore[no-untyped-call]
             with self.traffic.timed("pool"):
-                return self._outputs(plan, got)
+                return self.pool(plan, got)
 
     def _pack(self, route_: Route, rank: int) -> Bytes:
         """The request to a rank; none to this one."""
@@ -249,8 +281,8 @@ class EmbeddingExchange:
             for t in range(len(self.layout.tables))
         ]
 
-    def _outputs(self, plan: Plan, got: Sequence[Tensor]) -> list[Tensor]:
-        """Bags of each feature, from the rows of each width."""
+    def pool(self, plan: Plan, got: Sequence[Tensor]) -> list[Tensor]:
+        """Bags of each feature, from the rows that `decode_rows` returns; the end of `fetch`."""
         parts: list[list[tuple[int, Tensor]]] = [[] for _ in self.layout.features]
         for blocks, slots, rows in zip(self.layout.blocks, plan.route.slots, got, strict=True):
             pooled = pool(rows, slots.grouping, slots.bags, slots.offsets, slots.weights)
@@ -271,41 +303,65 @@ class EmbeddingExchange:
     def _send_rows(self, plan: Plan, rows: Sequence[Tensor]) -> list[Tensor]:
         """Sends what was asked for; returns what this rank asked for, by width."""
         with self.traffic.timed("encode"):
-            pieces = [self._rows_for(plan, rows, rank) for rank in range(self._world)]
-            messages = self.forward_codec.encode(pieces)
-        self.traffic.rows_nbytes += sum(len(message) for message in messages)
+            messages = self.encode_rows(plan, rows)
         received = self._swap(messages)
         with self.traffic.timed("decode"):
-            got = self._empty_slots(plan)
-            for rank, message in enumerate(received):
-                targets = self._slots_of(plan, got, self.layout.held[rank])
-                if rank != self._rank:
-                    self.forward_codec.decode(message, targets)
-                    continue
-                for target, part in zip(targets, self._parts(plan, rows, rank), strict=True):
-                    target.copy_(part)
+            return self.decode_rows(plan, rows, received)
+
+    def encode_rows(self, plan: Plan, rows: Sequence[Tensor]) -> list[Bytes]:
+        """The messages with gathered rows, to all ranks."""
+        pieces = [self._rows_for(plan, rows, rank) for rank in range(self._world)]
+        messages = self.forward_codec.encode(pieces)
+        self.traffic.rows_nbytes += sum(len(message) for message in messages)
+        return messages
+
+    def decode_rows(
+        self, plan: Plan, rows: Sequence[Tensor], received: Sequence[Bytes]
+    ) -> list[Tensor]:
+        """The rows that this rank asked for, by width, from the messages of all ranks."""
+        got = self._empty_slots(plan)
+        for rank, message in enumerate(received):
+            targets = self._slots_of(plan, got, self.layout.held[rank])
+            if rank != self._rank:
+                self.forward_codec.decode(message, targets)
+                continue
+            for target, part in zip(targets, self._parts(plan, rows, rank), strict=True):
+                target.copy_(part)
         return got
 
     def _send_gradients(self, plan: Plan, grads: Sequence[Tensor]) -> list[Tensor]:
         """Sends the gradients of rows to their holders; returns those of this rank's shards."""
         with self.traffic.timed("encode"):
-            pieces = [self._gradients_for(plan, grads, rank) for rank in range(self._world)]
-            messages = self.backward_codec.encode(pieces)
-        self.traffic.gradients_nbytes += sum(len(message) for message in messages)
+            messages = self.encode_gradients(plan, grads)
         received = self._swap(messages)
         with self.traffic.timed("decode"):
-            sums = [
-                torch.empty(request.n, self.layout.shards[request.shard].shape[1], dtype=self.dtype)
-                for request in plan.requests
-            ]
-            for rank, message in enumerate(received):
-                targets = self._parts(plan, sums, rank)
-                if rank != self._rank:
-                    self.backward_codec.decode(message, targets)
-                    continue
-                own = self._slots_of(plan, grads, self.held)
-                for target, part in zip(targets, own, strict=True):
-                    target.copy_(part)
+            return self.decode_gradients(plan, grads, received)
+
+    def encode_gradients(self, plan: Plan, grads: Sequence[Tensor]) -> list[Bytes]:
+        """The messages with gradients of the rows that this rank got, to all ranks."""
+        pieces = [self._gradients_for(plan, grads, rank) for rank in range(self._world)]
+        messages = self.backward_codec.encode(pieces)
+        self.traffic.gradients_nbytes += sum(len(message) for message in messages)
+        return messages
+
+    def decode_gradients(
+        self, plan: Plan, grads: Sequence[Tensor], received: Sequence[Bytes]
+    ) -> list[Tensor]:
+        """The gradients of the rows that `gather` returned, from the messages of all ranks."""
+        sums = [
+            torch.empty(request.n, self.layout.shards[request.shard].shape[1], dtype=self.dtype)
+            for request in plan.requests
+        ]
+        for rank, message in enumerate(received):
+            targets = self._parts(plan, sums, rank)
+            if rank != self._rank:
+                self.backward_codec.decode(message, targets)
+                continue
+            own = self._slots_of(plan, grads, self.held)
+            for target, part in zip(targets, own, strict=True):
+                target.copy_(part)
+        if self.divide != 1:
+            sums = [part.div_(self.divide) for part in sums]
         return sums
 
     def _rows_for(self, plan: Plan, rows: Sequence[Tensor], rank: int) -> list[Piece]:
@@ -355,6 +411,20 @@ class EmbeddingExchange:
             return self._swaps.exchange(messages)
 
 
+class Question(NamedTuple):
+    """What a rank asks for a batch.
+
+    Attributes:
+        route: what it needs.
+        batch: the bags of each feature.
+        messages: to all ranks.
+    """
+
+    route: Route
+    batch: list[Bags]
+    messages: list[Bytes]
+
+
 @dataclass(frozen=True)
 class Plan:
     """The rows that a batch needs: what this rank asked for, and what it was asked for."""
@@ -384,8 +454,6 @@ class _Fetch(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         with ctx.exchange._swaps.operation("gradients of embeddings"):
             sums = ctx.exchange._send_gradients(ctx.plan, grads)
-        if ctx.exchange.divide != 1:
-            sums = [part.div_(ctx.exchange.divide) for part in sums]
         placed = [part.to(device) for part, device in zip(sums, ctx.devices, strict=True)]
         return None, None, None, *placed
 

@@ -33,15 +33,26 @@ class EmbeddingBags(nn.Module):
         exchange: what fetches; `exchange.explain()` and `exchange.traffic` say what it did.
 
     Example:
-        >>> bags = EmbeddingBags([on_rank("user", 1_000, 16, rank=0)])
-        >>> (users,) = bags([Bags(torch.tensor([7, 7, 3]))])
+        >>> from packhorse.wire.embeddings import Bags, EmbeddingBags, on_rank
+        >>> def look_up(ids):  # on each rank
+        ...     bags = EmbeddingBags([on_rank("user", 1_000, 16, rank=0)])
+        ...     (users,) = bags([Bags(ids)])
+        ...     return users
     """
 
     def __init__(
         self, tables: Sequence[Table], features: Sequence[str] | None = None, **options: Any
     ) -> None:
+        self.set_up(EmbeddingExchange(tables, features, **options))
+
+    def set_up(self, exchange: EmbeddingExchange) -> None:
+        """Makes the parameters for an exchange that is there already.
+
+        Args:
+            exchange: what fetches.
+        """
         super().__init__()
-        self.exchange = EmbeddingExchange(tables, features, **options)
+        self.exchange = exchange
         self.tables = nn.ParameterDict()
         for number in self.exchange.held:
             shape = self.exchange.layout.shards[number].shape

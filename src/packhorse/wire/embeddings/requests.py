@@ -163,7 +163,8 @@ def _check_counts(counts: Ids, rows: Sequence[int]) -> None:
 
 
 def _bits(rows: int) -> int:
-    return (rows - 1).bit_length()
+    """Of an id in a list: at least 1, so that few bytes never announce many ids."""
+    return max(1, (rows - 1).bit_length())
 
 
 class _Reader:

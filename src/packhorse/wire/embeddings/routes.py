@@ -60,8 +60,8 @@ class Bags(NamedTuple):
 class Sending(Enum):
     """What travels of a table: each distinct row, a sum for each bag, or whichever is cheaper.
 
-    Bags are added up by the holder, in the order in which PyTorch adds; a table that is cut by rows,
-    or whose bags have weights, always sends distinct rows.
+    Bags are added up by the holder, in the order in which PyTorch adds. A table that is cut by
+    rows, or whose bags have weights, always sends distinct rows.
     """
 
     CHEAPER = "cheaper"
@@ -260,7 +260,7 @@ def _distinct(
 def _can_pool(table: Table, served: Sequence[Bags]) -> bool:
     """Weights stay with the rank that has them, and a sum over holders would be another sum."""
     rows = {shard.rows for shard in table.shards}
-    return len(rows) == 1 and all(bags.weights is None for bags in served)
+    return len(rows) == 1 and not table.rows_only and all(bags.weights is None for bags in served)
 
 
 def _slots(

@@ -1,8 +1,8 @@
 """Rows of embedding tables and their gradients as bytes: one message with all tables in it.
 
 A `RowCodec` turns pieces, one of each shard, into a message for each rank, and a message back into
-the same pieces. `RawRows` copies the bytes. Whoever receives a message knows the shape of its pieces,
-since it asked for them, or was asked for them.
+the same pieces. `RawRows` copies the bytes. Whoever receives a message knows the shape of its
+pieces, since it asked for them, or was asked for them.
 """
 
 from __future__ import annotations

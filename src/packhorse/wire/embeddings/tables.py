@@ -38,6 +38,7 @@ class Table:
         dim: the length of a row.
         shards: they cover the table without overlap.
         mean: bags are the mean of their rows, not the sum.
+        rows_only: holders never add up bags; each distinct row travels.
 
     Raises:
         ValueError: the shards do not cover the table.
@@ -48,6 +49,7 @@ class Table:
     dim: int
     shards: tuple[Shard, ...]
     mean: bool = field(default=False, kw_only=True)
+    rows_only: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         columns = sorted({shard.columns for shard in self.shards})

@@ -1,0 +1,73 @@
+"""The exchange of embeddings on real ranks: the bits are those of PyTorch on one rank."""
+
+from pathlib import Path
+from typing import Any
+
+import embedding_jobs as jobs
+import pytest
+from wire_ranks import run_ranks, values
+
+from packhorse.wire.embeddings import Shard, Table, by_columns, on_rank
+
+FEATURES = [0, 1, 2, 3, 2]  # the third table serves two
+
+
+def _run(world: int, job: Any, *args: Any, tmp_path: Path) -> list[Any]:
+    return values(run_ranks(world, job, *args, store=tmp_path / "store", limit=120))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("sharding", ["table-wise", "row-wise", "column-wise", "mixed"])
+def test_bags_gradients_and_steps_have_the_bits_of_one_rank(
+    world: int, sharding: str, tmp_path: Path
+) -> None:
+    kinds = ("one-hot", "few", "many", "weighted")
+    for found in _run(world, jobs.check_all, sharding, kinds, FEATURES, 3, tmp_path=tmp_path):
+        assert found == {kind: [] for kind in kinds}
+
+
+def test_one_rank_alone_sends_nothing(tmp_path: Path) -> None:
+    ((wrong, _, nbytes),) = _run(1, jobs.check, "table-wise", "few", FEATURES, 2, tmp_path=tmp_path)
+    assert wrong == []
+    assert nbytes == 0
+
+
+def test_choices_follow_the_bytes_and_say_why(tmp_path: Path) -> None:
+    found = _run(2, jobs.check, "table-wise", "many", FEATURES, 1, tmp_path=tmp_path)
+    for _, choices, _ in found:
+        assert choices[0].startswith("t0: 3 distinct of ")  # three rows, however many bags
+        assert " sums (" in choices[3].partition(", not ")[0]  # bags of many rows of a large table
+        assert " distinct of " in choices[3].partition(", not ")[2]
+
+
+def test_distinct_rows_are_fewer_bytes_than_bags(tmp_path: Path) -> None:
+    for bags, distinct in _run(2, jobs.count_bytes, tmp_path=tmp_path):
+        assert distinct < bags / 2
+
+
+@pytest.mark.parametrize("how", ["bad id", "other tables", "dies"])
+def test_a_failure_of_one_rank_reaches_all(how: str, tmp_path: Path) -> None:
+    outcomes = run_ranks(3, jobs.fail, how, store=tmp_path / "store", limit=60)
+    errors = [one.value or one.error for one in outcomes]
+    if how == "bad id":
+        assert errors[1].startswith("ValueError: feature 0 (table t0): ids are 1 to 3")
+        assert all(
+            errors[i].startswith("PeerError: rank 1 failed") and "ids are 1 to 3" in errors[i]
+            for i in (0, 2)
+        )
+    elif how == "other tables":
+        assert all(one.startswith("CompatibilityError: tables and features") for one in errors)
+    else:
+        assert outcomes[1].exit_code == -9
+        assert all(errors[i].startswith("PeerError: rank 1") for i in (0, 2))
+
+
+def test_tables_that_are_not_covered_are_refused() -> None:
+    with pytest.raises(ValueError, match="do not cover its rows"):
+        Table("t", 10, 4, (Shard(0, (0, 5), (0, 4)),))
+    with pytest.raises(ValueError, match="do not cover its columns"):
+        Table("t", 10, 4, (Shard(0, (0, 10), (0, 2)), Shard(1, (0, 10), (3, 4))))
+    with pytest.raises(ValueError, match="do not cover its rows"):
+        Table("t", 10, 4, (*on_rank("t", 10, 4, 0).shards, *on_rank("t", 10, 4, 1).shards))
+    with pytest.raises(ValueError, match="cannot be shared"):
+        by_columns("t", 10, 4, [0, 1, 2])
