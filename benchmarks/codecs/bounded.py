@@ -10,7 +10,9 @@ each figure is the median of the rounds, in GB/s of F32 elements.
 - **int8 rows**: what torchrec and FBGEMM do with rows, made with PyTorch: minimum, scale and 8 bits
   for each element of a row. **cast**: PyTorch's own casts.
 - **zfp**, **SZ3**: codecs for arrays with the same absolute bound (packages zfpy and pysz; left out
-  where they are missing).
+  where they are missing). With zfpy 1.0.1.post0 installed, numcodecs and zarr cannot be imported,
+  so put the two in a folder of their own: `pip install --no-deps --target DIR zfpy pysz`, and
+  `PYTHONPATH=DIR`.
 
 The bound for K bits is the one at which codes reach nearly all of the values. The second table has
 the cost of small segments: 26 tables in one message.

@@ -155,25 +155,40 @@ struct Coder {
         round_values(Element{}, values);
     }
 
-    // Sets lanes to all ones where `steps` have a code and `values` are within the bound of x. NaN
-    // is not. A difference is exact if adding it gives the one and subtracting it the other number:
-    // for the larger of the two, that operation has no error of its own (Dekker 1971).
-    static PACKHORSE_LOOP void check(const Reals& x, const Reals& steps, const Reals& values,
-                                     const Quantiser<Real>& by, Ints& holds) {
-        const auto most = static_cast<Real>(by.most);
-        const Reals difference = x - values;
-        const Reals magnitude = difference < 0 ? -difference : difference;
-        const Ints is_exact = (x - difference == values) & (values + difference == x);
-        holds = (steps >= -most) & (steps <= most) & (magnitude <= by.outer) &
-                ((magnitude <= by.inner) | is_exact);
+    static PACKHORSE_LOOP void absolute(const Reals& x, Reals& magnitude) {
+        constexpr auto kMask = static_cast<typename Element::Unsigned>(-1) >> 1;
+        magnitude = reinterpret_cast<Reals>(reinterpret_cast<Unsigneds>(x) & kMask);
     }
 
+    // Sets lanes to all ones where `values` are within the bound of x; NaN is not. With kProves,
+    // differences that are exact count up to the bound itself. A difference is exact if adding it
+    // gives the one and subtracting it the other number: for the larger of the two, that operation
+    // has no error of its own (Dekker 1971).
+    template <bool kProves>
+    static PACKHORSE_LOOP void check(const Reals& x, const Reals& values, const Quantiser<Real>& by,
+                                     Ints& holds) {
+        const Reals difference = x - values;
+        Reals magnitude;
+        absolute(difference, magnitude);
+        if constexpr (kProves) {
+            const Unsigneds errors = reinterpret_cast<Unsigneds>(x - difference - values) |
+                                     reinterpret_cast<Unsigneds>(values + difference - x);
+            const Reals most = errors == 0 ? by.outer - Reals{} : by.inner - Reals{};
+            holds = magnitude <= most;
+        } else {
+            holds = magnitude <= by.inner;
+        }
+    }
+
+    template <bool kProves>
     static PACKHORSE_LOOP void choose_nearest(const Reals& x, const Quantiser<Real>& by,
                                               Reals& steps, Ints& holds) {
         round_to_steps((x - by.center) * by.inverse, steps);
-        Reals values;
+        Reals values, magnitude;
         values_at(steps, by, values);
-        check(x, steps, values, by, holds);
+        check<kProves>(x, values, by, holds);
+        absolute(steps, magnitude);
+        holds &= magnitude <= static_cast<Real>(by.most);
     }
 
     // Random numbers of 24 bits, at least 0 and below 1.
@@ -188,6 +203,7 @@ struct Coder {
 
     // Takes the step below or above, with such probabilities that the mean is x. Whether an element
     // has a code does not depend on the random bits: otherwise escapes would bias the mean.
+    template <bool kProves>
     static PACKHORSE_LOOP void choose_at_random(const Reals& x, const Quantiser<Real>& by,
                                                 const Counter& counter, Reals& steps, Ints& holds) {
         const Reals scaled = (x - by.center) * by.inverse;
@@ -198,25 +214,26 @@ struct Coder {
         values_at(steps, by, low);
         values_at(above, by, high);
         Ints high_holds;
-        check(x, steps, low, by, holds);
-        check(x, above, high, by, high_holds);
+        check<kProves>(x, low, by, holds);
+        check<kProves>(x, high, by, high_holds);
+        const auto most = static_cast<Real>(by.most);
         const Reals gap = x - low;
         const Ints exceeds = gap > 0;
-        holds &= high_holds | ~exceeds;
+        holds &= (steps >= -most) & (steps <= most) & (((steps < most) & high_holds) | ~exceeds);
         random_shares(counter, shares);
         steps = (exceeds & (shares * (high - low) < gap)) ? above : steps;
     }
 
     // Codes; 0 for an escape.
-    template <Rounding kRounding>
+    template <Rounding kRounding, bool kProves>
     static PACKHORSE_LOOP void encode(const Reals& x, const Quantiser<Real>& by,
                                       const Counter& counter, Codes& codes) {
         Reals steps;
         Ints holds;
         if constexpr (kRounding == Rounding::kNearest)
-            choose_nearest(x, by, steps, holds);
+            choose_nearest<kProves>(x, by, steps, holds);
         else
-            choose_at_random(x, by, counter, steps, holds);
+            choose_at_random<kProves>(x, by, counter, steps, holds);
         // The code is in the low bits of the sum.
         const Reals sum = steps + (Element::kMagic + static_cast<Real>(zero_code(by.bits)));
         const Unsigneds all =
@@ -289,7 +306,7 @@ PACKHORSE_LOOP void read_some(const uint8_t* src, std::size_t n,
 }
 
 // Encodes a group of lanes, whose first is lane `first`, of a block of `n` elements.
-template <class Element, Rounding kRounding>
+template <class Element, Rounding kRounding, bool kProves>
 PACKHORSE_LOOP void encode_group(const uint8_t* src, std::size_t n,
                                  const Quantiser<typename Element::Real>& by,
                                  const Counter& counter, std::size_t first, uint8_t* dst,
@@ -307,7 +324,7 @@ PACKHORSE_LOOP void encode_group(const uint8_t* src, std::size_t n,
         else
             read_some<Element>(elements, there, x);
         const Counter here{counter.key, counter.index + static_cast<uint32_t>(at)};
-        Coder<Element>::template encode<kRounding>(x, by, here, codes);
+        Coder<Element>::template encode<kRounding, kProves>(x, by, here, codes);
         store_vector(reinterpret_cast<uint8_t*>(plain.codes + at), codes);
         lanes.put(codes, by.bits);
     }
@@ -332,19 +349,35 @@ PACKHORSE_LOOP uint32_t collect_escapes(const uint8_t* src, std::size_t n, const
     return count;
 }
 
+// Encodes all lanes of a block of `n` elements and collects its escapes. Returns their number.
+template <class Element, Rounding kRounding, bool kProves>
+PACKHORSE_LOOP uint32_t encode_block(const uint8_t* src, std::size_t n,
+                                     const Quantiser<typename Element::Real>& by,
+                                     const Counter& counter, uint8_t* codes, PlainCodes& plain,
+                                     uint8_t* escapes) {
+    for (std::size_t first = 0; first < kBoundedLanes; first += Coder<Element>::Lanes::kLanes)
+        encode_group<Element, kRounding, kProves>(src, n, by, counter, first, codes, plain);
+    return collect_escapes<Element>(src, n, plain, escapes);
+}
+
 template <class Element, Rounding kRounding>
 PACKHORSE_LOOP_ENTRY std::size_t encode_blocks(BlocksToEncode blocks,
                                                const Quantiser<typename Element::Real>& by) {
+    // The proof takes time, and hardly an element of 32 bits needs it: only blocks with escapes are
+    // encoded again with it.
+    constexpr bool kNeedsProof = Element::kNbytes == 2;
     PlainCodes plain;
     uint8_t escapes[kBoundedBlock * Element::kNbytes];
     std::size_t total = 0;
     for (std::size_t at = 0; at < blocks.n && total <= blocks.max_escapes; at += kBoundedBlock) {
         const std::size_t here = std::min(blocks.n - at, kBoundedBlock);
         const uint8_t* const elements = blocks.src + at * Element::kNbytes;
-        for (std::size_t first = 0; first < kBoundedLanes; first += Coder<Element>::Lanes::kLanes)
-            encode_group<Element, kRounding>(elements, here, by, blocks.counter, first,
-                                             blocks.codes, plain);
-        const uint32_t count = collect_escapes<Element>(elements, here, plain, escapes);
+        uint32_t count = encode_block<Element, kRounding, kNeedsProof>(
+            elements, here, by, blocks.counter, blocks.codes, plain, escapes);
+        if constexpr (!kNeedsProof)
+            if (count > 0)
+                count = encode_block<Element, kRounding, true>(elements, here, by, blocks.counter,
+                                                               blocks.codes, plain, escapes);
         if (count > 0)
             blocks.escapes->insert(blocks.escapes->end(), escapes,
                                    escapes + count * Element::kNbytes);

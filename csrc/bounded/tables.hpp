@@ -178,21 +178,38 @@ inline uint8_t* append_model(const RansModel* model, std::vector<uint8_t>& model
     return to;
 }
 
-// Chooses a model for each segment of a message that gains from one, from all of its codes, and
-// serialises them. Values that do not occur become escapes of the model, because later messages may
-// have them.
+// Unpacks codes of blocks that are spread evenly over a segment, as many as a piece has at most.
+// Returns how many codes there are.
+inline std::size_t sample_codes(const uint8_t* codes, uint64_t n, uint32_t bits, uint8_t* plane,
+                                Isa isa) {
+    if (n <= kCodedPiece) {
+        unpack_codes(codes, n, bits, plane, isa);
+        return n;
+    }
+    constexpr uint64_t kBlocks = kCodedPiece / kBoundedBlock;
+    const uint64_t n_blocks = n / kBoundedBlock;
+    for (uint64_t b = 0; b < kBlocks; ++b) {
+        const uint64_t block = b * n_blocks / kBlocks;
+        unpack_codes(codes + block * block_codes_nbytes(kBoundedBlock, bits), kBoundedBlock, bits,
+                     plane + b * kBoundedBlock, isa);
+    }
+    return kCodedPiece;
+}
+
+// Chooses a model for each segment of a message that gains from one, and serialises them. Values
+// that do not occur become escapes of the model, because later messages may have them.
 inline std::vector<uint8_t> choose_code_models(const uint8_t* src, const BoundedMessage& message,
                                                Isa isa) {
     const Scratch plane(kCodedPiece + kPlaneSlack);
     std::vector<uint8_t> models;
     for (const BoundedSegment& segment : message.segments) {
-        const uint64_t n = std::min(segment.entry.n, kCodedPiece);
         const uint32_t bits = segment.entry.bits;
-        if (bits > kMaxCodedBits || n < kMinCodedLength) {
+        if (bits > kMaxCodedBits || segment.entry.n < kMinCodedLength) {
             append_model(nullptr, models);
             continue;
         }
-        unpack_codes(src + segment.codes_at, n, bits, plane.get(), isa);
+        const std::size_t n =
+            sample_codes(src + segment.codes_at, segment.entry.n, bits, plane.get(), isa);
         Histogram histogram;
         count_bytes(plane.get(), n, 0, histogram);
         histogram.sampled = true;
