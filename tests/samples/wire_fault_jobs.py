@@ -71,7 +71,7 @@ def _tamper_with(collectives: Collectives, tamper: Tamper) -> None:
     peers, n = collectives._peers, 0
     plain = peers.all_to_all
 
-    def all_to_all(output: Any, input: torch.Tensor, *splits: Any) -> dist.Work:
+    def all_to_all(output: Any, input: torch.Tensor, *splits: Any) -> Any:
         nonlocal n
         tamper(n, input)
         n += 1

@@ -66,6 +66,9 @@ class Board:
         store: the group's store.
         rank: this rank.
         size: how many ranks there are.
+
+    Attributes:
+        is_lost: whether the store could not be reached.
     """
 
     def __init__(self, store: c10d.Store, rank: int, size: int) -> None:
@@ -74,6 +77,7 @@ class Board:
         self._prefix = f"packhorse/wire/{number}"
         self._rank = rank
         self._size = size
+        self.is_lost = False
 
     def greet(self, words: str, timeout: timedelta) -> tuple[list[str | None], bool]:
         """Says hello, and waits for all others.
@@ -105,6 +109,7 @@ class Board:
         try:
             kept = self._store.compare_set(f"{self._prefix}/failure", "", text)
         except RuntimeError:
+            self.is_lost = True
             return failure
         return _parsed(kept) or failure
 
@@ -113,6 +118,7 @@ class Board:
         try:
             text = self._peek(f"{self._prefix}/failure")
         except RuntimeError:
+            self.is_lost = True
             return None
         return None if text is None else _parsed(text.encode())
 
@@ -121,7 +127,7 @@ class Board:
         try:
             self._store.set(f"{self._prefix}/at/{self._rank}", str(number))
         except RuntimeError:
-            return
+            self.is_lost = True
 
     def missing(self, number: int) -> list[int]:
         """The ranks that have not said that they wait in an operation, or a later one. Empty if

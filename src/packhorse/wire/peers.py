@@ -16,13 +16,14 @@ further operation with the same error.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
 from packhorse.errors import CompatibilityError, CorruptionError, PackhorseError, PeerError
-from packhorse.wire.backend import c10d, dist, torch
+from packhorse.wire.backend import dist, torch
 from packhorse.wire.board import Board, Failure
+from packhorse.wire.flights import Flight, Flights
 from packhorse.wire.handshake import ranks_words, shake_hands
 
 __all__ = ["DEFAULT_TIMEOUT", "Peers", "as_timeout"]
@@ -102,9 +103,8 @@ class Peers:
         if self.size > 1:
             self._board = Board(self.group.get_group_store(), self.rank, self.size)
         self._has_met = self.size == 1
-        self._transfer_options = c10d.AllToAllOptions()
         self._backend_timeout = timeout + _MARGIN
-        self._transfer_options.timeout = self._backend_timeout
+        self._flights = Flights(self.group, self._backend_timeout)
 
     @contextmanager
     def operation(self, what: str) -> Iterator[None]:
@@ -145,6 +145,10 @@ class Peers:
     def _fail(self, failure: Failure) -> Failure:
         if self._board is not None:
             failure = self._board.post(failure)
+            if self._board.is_lost:
+                # The others can only find out by themselves, and must not take this rank, whose
+                # process may end now, for the culprit.
+                time.sleep(_GRACE_S)
         self._failure = failure
         return failure
 
@@ -166,9 +170,9 @@ class Peers:
         self,
         output: torch.Tensor,
         input: torch.Tensor,
-        output_splits: list[int],
-        input_splits: list[int],
-    ) -> dist.Work:
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+    ) -> Flight:
         """Begins to send each rank a part of some bytes, and to receive one from it.
 
         Args:
@@ -182,13 +186,11 @@ class Peers:
             What to pass to `wait`.
         """
         try:
-            return self.group.alltoall_base(
-                output, input, output_splits, input_splits, self._transfer_options
-            )
+            return self._flights.begin(output, input, output_splits, input_splits)
         except RuntimeError as error:
             raise self._diagnosis(error) from error
 
-    def wait(self, work: dist.Work) -> None:
+    def wait(self, work: dist.Work | Flight) -> None:
         """Waits for a transfer.
 
         Raises:
@@ -212,6 +214,8 @@ class Peers:
             failure = self._board.failure()
             if failure is not None:
                 raise failure.error()
+            if self._board.is_lost and self._closed():
+                raise self._diagnosis(RuntimeError("the store is lost"))
 
     def wait_on_device(self, work: dist.Work) -> None:
         """Waits for a transfer of a device's tensors as PyTorch does: its backend, which orders

@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from packhorse.codecs.base import ByteArray
-from packhorse.wire.backend import dist, torch
+from packhorse.wire.backend import torch
+from packhorse.wire.flights import Flight
 from packhorse.wire.peers import Peers
 
 __all__ = ["DEPTH", "PIECE_NBYTES", "Rounds", "n_pieces_of", "piece_of"]
@@ -73,7 +74,7 @@ class Rounds:
             use: takes the number of a round, and the message of each rank. They are valid during
                 the call.
         """
-        flying: deque[tuple[int, dist.Work, ByteArray, list[int]]] = deque()
+        flying: deque[tuple[int, Flight, ByteArray, list[int]]] = deque()
         for round_ in range(n_rounds):
             messages, lengths = prepare(round_)
             if len(flying) == DEPTH:
@@ -89,7 +90,7 @@ class Rounds:
 
     def _land(
         self,
-        flight: tuple[int, dist.Work, ByteArray, list[int]],
+        flight: tuple[int, Flight, ByteArray, list[int]],
         use: Callable[[int, Sequence[ByteArray]], None],
     ) -> None:
         round_, work, memory, lengths = flight

@@ -1,0 +1,114 @@
+"""Transfers between all pairs of ranks, whose receives are announced before anything is sent.
+
+gloo's own all-to-all announces what it sends first, and then the two directions of a connection
+take turns: on a link of 1 Gb/s it moves half of what the link could, or three quarters in pieces.
+Receives that are announced first keep both directions busy.
+
+gloo ends all connections when someone waits too long for a single receive. So a thread waits as
+long as it takes, and the caller waits for the thread, and may give up.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import accumulate
+from queue import SimpleQueue
+
+from packhorse.wire.backend import dist, torch
+
+__all__ = ["Flight", "Flights"]
+
+_FIRST_TAG, _N_TAGS = 0x50480000, 1 << 15
+
+
+class Flight:
+    """A transfer on its way. It has the methods of `torch.distributed.Work` that are needed."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self.works = works
+        self.error: RuntimeError | None = None
+        self.done = threading.Event()
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Waits.
+
+        Raises:
+            RuntimeError: the transfer failed, or the time is over.
+        """
+        if not self.done.wait(timeout.total_seconds()):
+            raise RuntimeError("the time is over")
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the transfer has ended, well or not."""
+        return self.done.is_set()
+
+
+class Flights:
+    """Begins transfers among the ranks of a group.
+
+    Args:
+        group: the group.
+        timeout: after which gloo gives up, and closes its connections.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
+        self._group = group
+        self._timeout = timeout
+        self._n = 0
+        self._queue: SimpleQueue[Flight | None] | None = None
+
+    def begin(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+    ) -> Flight:
+        """Begins a transfer, as `Peers.all_to_all` describes it."""
+        rank, size = self._group.rank(), self._group.size()
+        tag = _FIRST_TAG + self._n % _N_TAGS
+        self._n += 1
+        coming, going = _cut(output, output_splits), _cut(input, input_splits)
+        others = [(rank + step) % size for step in range(1, size)]
+        works = [self._group.recv([coming[i]], i, tag) for i in others if output_splits[i]]
+        works += [self._group.send([going[i]], i, tag) for i in others if input_splits[i]]
+        coming[rank].copy_(going[rank])
+        flight = Flight(works)
+        self._waiting().put(flight)
+        return flight
+
+    def _waiting(self) -> SimpleQueue[Flight | None]:
+        """The queue of the thread, which starts when it is first needed and ends with this
+        object."""
+        if self._queue is None:
+            self._queue = SimpleQueue()
+            thread = threading.Thread(
+                target=_wait_for_all, args=(self._queue, self._timeout), daemon=True,
+                name="packhorse-wire-flights",
+            )  # fmt: skip
+            thread.start()
+            weakref.finalize(self, self._queue.put, None).atexit = False
+        return self._queue
+
+
+def _cut(tensor: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+    ends = accumulate(lengths)
+    return [tensor[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+
+def _wait_for_all(queue: SimpleQueue[Flight | None], timeout: timedelta) -> None:
+    while (flight := queue.get()) is not None:
+        try:
+            for work in flight.works:
+                work.wait(timeout)
+        except RuntimeError as error:
+            flight.error = error
+        flight.works = ()
+        flight.done.set()
+        del flight
