@@ -114,6 +114,10 @@ ARMS: dict[str, Callable[[int], dict[str, Any]]] = {
     "dedup": lambda n: {},
     "forward only": _paper,
     "bounded, stochastic": lambda n: _ours(n, rounding=Rounding.STOCHASTIC),
+    "bounded by half, stochastic": lambda n: _ours(n, scale=0.5, rounding=Rounding.STOCHASTIC),
+    "bounded by a quarter, stochastic": lambda n: _ours(
+        n, scale=0.25, rounding=Rounding.STOCHASTIC
+    ),
     "bounded, feedback": lambda n: _ours(n, feedback_rows=1 << 30),
     "bounded, nearest": lambda n: _ours(n),
 }
@@ -126,6 +130,8 @@ HOW = {
     "dedup": "each distinct row once, gradients summed by id, both exact",
     "forward only": "as the SC 2024 paper: a row for each sample, within bounds; gradients exact",
     "bounded, stochastic": "distinct rows within bounds, gradients too, rounded stochastically",
+    "bounded by half, stochastic": "the same with bounds of half the size",
+    "bounded by a quarter, stochastic": "the same with bounds of a quarter of the size",
     "bounded, feedback": "the same with error feedback for gradients",
     "bounded, nearest": "the same, gradients rounded to the nearest value",
 }

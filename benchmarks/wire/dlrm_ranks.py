@@ -155,7 +155,7 @@ class InOneProcess(Ranks):
             received = [of_rank[rank] for of_rank in messages]
             sums = exchange.decode_gradients(plans[rank], grads[rank], received)
             torch.autograd.backward(rows[rank], sums)
-        return float(sum(losses)) / self.world
+        return float(sum(loss.detach() for loss in losses)) / self.world
 
     def exact_bags(self, parts: Sequence[Batch]) -> list[list[Tensor]]:
         """As `Ranks`."""

@@ -43,7 +43,7 @@ __all__ = [
     "homogenisation",
 ]
 
-Rows = npt.NDArray[np.floating[Any]]
+_Rows = npt.NDArray[np.floating[Any]]
 
 # How many values are looked at for a running range, and how many rows for a class.
 _SAMPLE = 4096
@@ -159,7 +159,7 @@ class ByHomogenisation:
         return Tightness.LOOSE if index > self.loose_above else Tightness.BASE
 
 
-def homogenisation(rows: Rows, rel_bound: float) -> float:
+def homogenisation(rows: _Rows, rel_bound: float) -> float:
     """The homogenisation index: distinct rows after quantisation, as a share of those before.
 
     Args:
@@ -278,7 +278,7 @@ class TableBounds:
         self.history: list[Interval] = []
         self._states: dict[int, _State] = {}
 
-    def bound_for(self, shard: int, table: str, n_ids: int, rows: Rows) -> Bound:
+    def bound_for(self, shard: int, table: str, n_ids: int, rows: _Rows) -> Bound:
         """The bound for rows of a shard that are about to be sent; looks at them now and then.
 
         Args:
@@ -358,7 +358,7 @@ class TableBounds:
             return self.classes.classify(n_ids)
         return Tightness.TIGHT
 
-    def _observe(self, state: _State, rows: Rows) -> None:
+    def _observe(self, state: _State, rows: _Rows) -> None:
         is_new = len(state.lows) < _REMEMBERED
         if is_new or self.iteration - state.observed >= self.observe_every:
             flat = rows.reshape(-1)

@@ -1,18 +1,3 @@
-"""Packhorse for torchrec: sharded bags that fetch each distinct row once, and packed transfers."""
+"""Packhorse for torchrec; users import `packhorse.torchrec` (docs/dlrm.md)."""
 
-from packhorse.integrations.torchrec.all_to_all import PackedAll2AllSingle, packed_all_to_all
-from packhorse.integrations.torchrec.codecs import BoundedCommCodec, Columns, bounded_codecs
-from packhorse.integrations.torchrec.sharder import (
-    DedupEmbeddingBagCollectionSharder,
-    DedupShardedEmbeddingBagCollection,
-)
-
-__all__ = [
-    "BoundedCommCodec",
-    "Columns",
-    "DedupEmbeddingBagCollectionSharder",
-    "DedupShardedEmbeddingBagCollection",
-    "PackedAll2AllSingle",
-    "bounded_codecs",
-    "packed_all_to_all",
-]
+__all__: list[str] = []

@@ -30,12 +30,12 @@ from packhorse.codecs.bounded import (
     fixed_nbytes,
 )
 from packhorse.errors import CorruptionError
-from packhorse.integrations.torchrec.backend import CommOp, QuantizedCommCodecs
+from packhorse.integrations.torchrec.backend import sharding
 from packhorse.wire.backend import torch
 
 __all__ = ["BoundedCommCodec", "Columns", "bounded_codecs"]
 
-Bytes = npt.NDArray[np.uint8]
+_Bytes = npt.NDArray[np.uint8]
 _MAX_BITS = 12
 
 
@@ -63,7 +63,7 @@ class _Context:
 
 def bounded_codecs(
     columns: Sequence[Sequence[Columns]], rank: int, *, bits: int = 6, backward_bits: int = 8
-) -> dict[str, QuantizedCommCodecs]:
+) -> dict[str, sharding.QuantizedCommCodecs]:
     """A registry of codecs for torchrec's sharders.
 
     Args:
@@ -87,8 +87,8 @@ def bounded_codecs(
         [[(c.dim, c.gradient_bound) for c in own] for own in columns], rank, backward_bits,
         is_backward=True,
     )  # fmt: skip
-    codecs = QuantizedCommCodecs(forward=forward, backward=backward)
-    return {CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name: codecs}
+    codecs = sharding.QuantizedCommCodecs(forward=forward, backward=backward)
+    return {sharding.CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name: codecs}
 
 
 class BoundedCommCodec:
@@ -206,7 +206,7 @@ class BoundedCommCodec:
     def _received(self) -> list[npt.NDArray[np.float32]]:
         return [self._scales[self._rank]] * len(self._scales) if self._is_backward else self._scales
 
-    def _encode(self, block: npt.NDArray[np.float32]) -> Bytes:
+    def _encode(self, block: npt.NDArray[np.float32]) -> _Bytes:
         if not block.size:
             return np.empty(0, np.uint8)
         self._n_blocks += 1
@@ -219,7 +219,7 @@ class BoundedCommCodec:
         return found.data
 
     def _decode(
-        self, message: Bytes, batch: int, scales: npt.NDArray[np.float32]
+        self, message: _Bytes, batch: int, scales: npt.NDArray[np.float32]
     ) -> npt.NDArray[np.float32]:
         block = np.empty((batch, len(scales)), np.float32)
         if block.size:

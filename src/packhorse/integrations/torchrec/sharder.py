@@ -21,20 +21,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from packhorse.integrations.torchrec.backend import (
-    EmbeddingBagCollection,
-    EmbeddingBagCollectionContext,
-    EmbeddingBagCollectionSharder,
-    KeyedJaggedTensor,
-    KeyedTensor,
-    LazyNoWait,
-    NoWait,
-    ParameterSharding,
-    PoolingType,
-    ShardedEmbeddingBagCollection,
-    ShardingEnv,
-    ShardingType,
     comm_ops,
-    get_embedding_names_by_table,
+    embedding_modules,
+    embeddingbag,
+    sharding,
+    torchrec,
 )
 from packhorse.wire.backend import dist, torch
 from packhorse.wire.embeddings import (
@@ -49,10 +40,10 @@ from packhorse.wire.embeddings import (
 
 __all__ = ["DedupEmbeddingBagCollectionSharder", "DedupShardedEmbeddingBagCollection"]
 
-MakeCodec = Callable[[], RowCodec]
+_MakeCodec = Callable[[], RowCodec]
 
 
-class DedupEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
+class DedupEmbeddingBagCollectionSharder(embeddingbag.EmbeddingBagCollectionSharder):  # type: ignore[misc]
     """Shards an `EmbeddingBagCollection` so that each distinct row travels once.
 
     Args:
@@ -73,8 +64,8 @@ class DedupEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):  # type
         self,
         fused_params: dict[str, Any] | None = None,
         *,
-        forward: MakeCodec | None = None,
-        backward: MakeCodec | None = None,
+        forward: _MakeCodec | None = None,
+        backward: _MakeCodec | None = None,
         sending: Sending = Sending.CHEAPER,
         **options: Any,
     ) -> None:
@@ -85,9 +76,9 @@ class DedupEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):  # type
 
     def shard(
         self,
-        module: EmbeddingBagCollection,
-        params: Mapping[str, ParameterSharding],
-        env: ShardingEnv,
+        module: torchrec.EmbeddingBagCollection,
+        params: Mapping[str, sharding.ParameterSharding],
+        env: sharding.ShardingEnv,
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> DedupShardedEmbeddingBagCollection:
@@ -116,7 +107,7 @@ class _Place(NamedTuple):
     table: int  # of the kernel
 
 
-class DedupShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # type: ignore[misc]
+class DedupShardedEmbeddingBagCollection(embeddingbag.ShardedEmbeddingBagCollection):  # type: ignore[misc]
     """torchrec's sharded collection with another exchange; made by the sharder.
 
     Attributes:
@@ -132,7 +123,7 @@ class DedupShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # type
             options: of `EmbeddingExchange`.
         """
         plan = self.module_sharding_plan
-        replicated = ShardingType.DATA_PARALLEL.value
+        replicated = sharding.ShardingType.DATA_PARALLEL.value
         configs = [
             c for c in self._embedding_bag_configs if plan[c.name].sharding_type != replicated
         ]
@@ -156,7 +147,7 @@ class DedupShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # type
             (name, config.embedding_dim)
             for config, names in zip(
                 self._embedding_bag_configs,
-                get_embedding_names_by_table(self._embedding_bag_configs),
+                embedding_modules.get_embedding_names_by_table(self._embedding_bag_configs),
                 strict=True,
             )
             if config in configs
@@ -165,8 +156,8 @@ class DedupShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # type
         self._places = self._find_places()
 
     def input_dist(
-        self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
-    ) -> NoWait[NoWait[Any]]:
+        self, ctx: embeddingbag.EmbeddingBagCollectionContext, features: torchrec.KeyedJaggedTensor
+    ) -> sharding.NoWait[sharding.NoWait[Any]]:
         """As torchrec's: the holders learn which rows are wanted."""
         if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
             raise ValueError(
@@ -178,11 +169,11 @@ class DedupShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # type
         if missing:
             raise ValueError(f"features {missing} are missing; there are {sorted(found)}")
         bags = [_bags(found[name], self._is_weighted) for name in self._features]
-        return NoWait(NoWait((self.exchange.plan(bags), features)))
+        return sharding.NoWait(sharding.NoWait((self.exchange.plan(bags), features)))
 
     def compute_and_output_dist(
-        self, ctx: EmbeddingBagCollectionContext, input: Any
-    ) -> LazyNoWait[KeyedTensor]:
+        self, ctx: embeddingbag.EmbeddingBagCollectionContext, input: Any
+    ) -> sharding.LazyNoWait[torchrec.KeyedTensor]:
         """As torchrec's: rows are fetched and become bags."""
         plan, features = input
         bags = self.exchange.fetch(plan, self._gather)
@@ -191,20 +182,22 @@ class DedupShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # type
         names, dims = self._embedding_names, self._embedding_dims
         device = features.device()
         values = torch.cat([found[name].to(device) for name in names], 1)
-        return LazyNoWait(KeyedTensor(keys=names, length_per_key=dims, values=values))
+        return sharding.LazyNoWait(
+            torchrec.KeyedTensor(keys=names, length_per_key=dims, values=values)
+        )
 
-    def _replicated(self, features: KeyedJaggedTensor) -> dict[str, Tensor]:
+    def _replicated(self, features: torchrec.KeyedJaggedTensor) -> dict[str, Tensor]:
         """The bags of tables that every rank has whole: nothing travels."""
         found: dict[str, Tensor] = {}
-        for lookup, kind, sharding in zip(
+        for lookup, kind, way in zip(
             self._lookups, self._sharding_types, self._embedding_shardings, strict=True
         ):
-            if kind != ShardingType.DATA_PARALLEL.value:
+            if kind != sharding.ShardingType.DATA_PARALLEL.value:
                 continue
-            order = [features.keys().index(name) for name in sharding.feature_names()]
+            order = [features.keys().index(name) for name in way.feature_names()]
             bags = lookup(features.permute(order))
-            parts = torch.split(bags, sharding.embedding_dims(), dim=1)
-            found |= dict(zip(sharding.embedding_names(), parts, strict=True))
+            parts = torch.split(bags, way.embedding_dims(), dim=1)
+            found |= dict(zip(way.embedding_names(), parts, strict=True))
         return found
 
     def _find_places(self) -> dict[int, _Place]:
@@ -248,7 +241,7 @@ def _look_up(kernel: Any, requests: Mapping[int, Request]) -> dict[int, Tensor]:
                 ids.append(request.ids)
                 ones = torch.ones(n, dtype=torch.int64)
                 lengths.append(ones if request.offsets is None else request.offsets.diff())
-    features = KeyedJaggedTensor(
+    features = torchrec.KeyedJaggedTensor(
         keys=keys, values=torch.cat(ids), lengths=torch.cat(lengths), stride_per_key_per_rank=sizes
     )
     rows = kernel(features.to(_device(kernel))).view(-1)
@@ -261,16 +254,16 @@ def _look_up(kernel: Any, requests: Mapping[int, Request]) -> dict[int, Tensor]:
     return found
 
 
-def _table(config: Any, sharding: ParameterSharding) -> Table:
+def _table(config: Any, placing: sharding.ParameterSharding) -> Table:
     """A table of torchrec as the exchange describes it."""
     shards = []
-    for part in sharding.sharding_spec.shards:
+    for part in placing.sharding_spec.shards:
         (row, column), (rows, columns) = part.shard_offsets, part.shard_sizes
         if rows and columns:
             shards.append(
                 Shard(part.placement.rank(), (row, row + rows), (column, column + columns))
             )
-    is_mean = config.pooling == PoolingType.MEAN
+    is_mean = config.pooling == torchrec.PoolingType.MEAN
     # Kernels of such tables make means, of which no sum can be had: rows travel.
     return Table(
         config.name, config.num_embeddings, config.embedding_dim, tuple(shards), mean=is_mean,

@@ -1,7 +1,13 @@
 """Embeddings of models like DLRM between ranks: each distinct row travels once, both ways."""
 
 from packhorse.wire.embeddings.bounded_rows import BoundedRows
-from packhorse.wire.embeddings.exchange import EmbeddingExchange, Request, Traffic
+from packhorse.wire.embeddings.exchange import (
+    EmbeddingExchange,
+    Plan,
+    Question,
+    Request,
+    Traffic,
+)
 from packhorse.wire.embeddings.module import EmbeddingBags
 from packhorse.wire.embeddings.routes import Bags, Choice, Sending
 from packhorse.wire.embeddings.rows import Piece, RawRows, RowCodec
@@ -14,6 +20,8 @@ __all__ = [
     "EmbeddingBags",
     "EmbeddingExchange",
     "Piece",
+    "Plan",
+    "Question",
     "RawRows",
     "Request",
     "RowCodec",

@@ -34,7 +34,7 @@ from packhorse.wire.embeddings.rows import Piece, as_bytes
 
 __all__ = ["BoundedRows"]
 
-Bytes = npt.NDArray[np.uint8]
+_Bytes = npt.NDArray[np.uint8]
 
 
 class BoundedRows:
@@ -63,13 +63,13 @@ class BoundedRows:
             raise ValueError("these BoundedRows serve another exchange; make new ones")
         self._layout, self._rank = layout, rank
 
-    def encode(self, pieces: Sequence[Sequence[Piece]]) -> list[Bytes]:
+    def encode(self, pieces: Sequence[Sequence[Piece]]) -> list[_Bytes]:
         """As `RowCodec`."""
         messages = [self._message(rank, parts) for rank, parts in enumerate(pieces)]
         self.bounds.advance()
         return messages
 
-    def decode(self, message: Bytes, rows: Sequence[Tensor]) -> None:
+    def decode(self, message: _Bytes, rows: Sequence[Tensor]) -> None:
         """As `RowCodec`."""
         total = sum(part.numel() for part in rows)
         if total == 0:
@@ -95,7 +95,7 @@ class BoundedRows:
         self.bounds.load_state_dict(state["bounds"])  # type: ignore[arg-type]
         self._lost = dict(state["lost"])  # type: ignore[call-overload]
 
-    def _message(self, rank: int, pieces: Sequence[Piece]) -> Bytes:
+    def _message(self, rank: int, pieces: Sequence[Piece]) -> _Bytes:
         pieces = [piece for piece in pieces if len(piece.rows)]
         if not pieces:
             return np.empty(0, np.uint8)
@@ -129,7 +129,7 @@ class BoundedRows:
             return rows
         return rows + self._lost[piece.shard][torch.from_numpy(piece.ids)].to(rows.dtype)
 
-    def _keep_lost(self, pieces: Sequence[Piece], flat: Tensor, message: Bytes) -> None:
+    def _keep_lost(self, pieces: Sequence[Piece], flat: Tensor, message: _Bytes) -> None:
         assert self._layout is not None
         got = torch.empty_like(flat)
         _decode(message, got)
@@ -142,7 +142,7 @@ class BoundedRows:
                 self._lost[piece.shard] = torch.zeros(self._layout.shards[piece.shard].shape)
             self._lost[piece.shard][torch.from_numpy(piece.ids)] = part.view_as(piece.rows)
 
-    def _count(self, pieces: Sequence[Piece], message: Bytes) -> None:
+    def _count(self, pieces: Sequence[Piece], message: _Bytes) -> None:
         entries = read_segments(message)
         total = sum(entry.n * entry.bits for entry in entries)
         for piece, entry in zip(pieces, entries, strict=True):
@@ -154,7 +154,7 @@ class BoundedRows:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def _decode(message: Bytes, flat: Tensor) -> None:
+def _decode(message: _Bytes, flat: Tensor) -> None:
     try:
         decode_bounded(message, as_bytes(flat), dtype=NAMES[flat.dtype])
     except ValueError as error:

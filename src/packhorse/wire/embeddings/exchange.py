@@ -35,10 +35,10 @@ from packhorse.wire.exchange import ByteExchange
 from packhorse.wire.peers import Peers, as_timeout
 from packhorse.wire.rounds import Rounds
 
-__all__ = ["EmbeddingExchange", "Request", "Traffic"]
+__all__ = ["EmbeddingExchange", "Plan", "Question", "Request", "Traffic"]
 
-Bytes = npt.NDArray[np.uint8]
-Gather = Callable[[Sequence["Request"]], Sequence[Tensor]]
+_Bytes = npt.NDArray[np.uint8]
+_Gather = Callable[[Sequence["Request"]], Sequence[Tensor]]
 
 
 class Request(NamedTuple):
@@ -200,7 +200,7 @@ class EmbeddingExchange:
         self.traffic.ids_nbytes += sum(len(message) for message in messages)
         return Question(route_, cpu, messages)
 
-    def answer(self, question: Question, received: Sequence[Bytes]) -> Plan:
+    def answer(self, question: Question, received: Sequence[_Bytes]) -> Plan:
         """The second half of `plan`.
 
         Args:
@@ -211,7 +211,7 @@ class EmbeddingExchange:
         requests = [self._request(i, asked) for i in range(len(self.held))]
         return Plan(question.route, requests, question.batch)
 
-    def fetch(self, plan: Plan, gather: Gather) -> list[Tensor]:
+    def fetch(self, plan: Plan, gather: _Gather) -> list[Tensor]:
         """The bags of the planned batch; all ranks call it.
 
         Args:
@@ -233,14 +233,14 @@ class EmbeddingExchange:
             with self.traffic.timed("pool"):
                 return self.pool(plan, got)
 
-    def _pack(self, route_: Route, rank: int) -> Bytes:
+    def _pack(self, route_: Route, rank: int) -> _Bytes:
         """The request to a rank; none to this one."""
         if rank == self._rank:
             return np.empty(0, np.uint8)
         shards = self.layout.held[rank]
         return pack_request([route_.wanted[i] for i in shards], self._rows_of(shards))
 
-    def _unpack(self, message: Bytes, route_: Route, rank: int) -> list[Wanted]:
+    def _unpack(self, message: _Bytes, route_: Route, rank: int) -> list[Wanted]:
         if rank == self._rank:
             return [route_.wanted[i] for i in self.held]
         return unpack_request(message, self._rows_of(self.held))
@@ -308,7 +308,7 @@ class EmbeddingExchange:
         with self.traffic.timed("decode"):
             return self.decode_rows(plan, rows, received)
 
-    def encode_rows(self, plan: Plan, rows: Sequence[Tensor]) -> list[Bytes]:
+    def encode_rows(self, plan: Plan, rows: Sequence[Tensor]) -> list[_Bytes]:
         """The messages with gathered rows, to all ranks."""
         pieces = [self._rows_for(plan, rows, rank) for rank in range(self._world)]
         messages = self.forward_codec.encode(pieces)
@@ -316,7 +316,7 @@ class EmbeddingExchange:
         return messages
 
     def decode_rows(
-        self, plan: Plan, rows: Sequence[Tensor], received: Sequence[Bytes]
+        self, plan: Plan, rows: Sequence[Tensor], received: Sequence[_Bytes]
     ) -> list[Tensor]:
         """The rows that this rank asked for, by width, from the messages of all ranks."""
         got = self._empty_slots(plan)
@@ -337,7 +337,7 @@ class EmbeddingExchange:
         with self.traffic.timed("decode"):
             return self.decode_gradients(plan, grads, received)
 
-    def encode_gradients(self, plan: Plan, grads: Sequence[Tensor]) -> list[Bytes]:
+    def encode_gradients(self, plan: Plan, grads: Sequence[Tensor]) -> list[_Bytes]:
         """The messages with gradients of the rows that this rank got, to all ranks."""
         pieces = [self._gradients_for(plan, grads, rank) for rank in range(self._world)]
         messages = self.backward_codec.encode(pieces)
@@ -345,7 +345,7 @@ class EmbeddingExchange:
         return messages
 
     def decode_gradients(
-        self, plan: Plan, grads: Sequence[Tensor], received: Sequence[Bytes]
+        self, plan: Plan, grads: Sequence[Tensor], received: Sequence[_Bytes]
     ) -> list[Tensor]:
         """The gradients of the rows that `gather` returned, from the messages of all ranks."""
         sums = [
@@ -406,7 +406,7 @@ class EmbeddingExchange:
             views.append(slots[kind][start:stop])
         return views
 
-    def _swap(self, messages: Sequence[Bytes]) -> list[Bytes]:
+    def _swap(self, messages: Sequence[_Bytes]) -> list[_Bytes]:
         with self.traffic.timed("wire"):
             return self._swaps.exchange(messages)
 
@@ -422,7 +422,7 @@ class Question(NamedTuple):
 
     route: Route
     batch: list[Bags]
-    messages: list[Bytes]
+    messages: list[_Bytes]
 
 
 @dataclass(frozen=True)

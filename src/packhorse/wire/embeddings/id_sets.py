@@ -27,8 +27,8 @@ __all__ = [
     "unpack_set",
 ]
 
-Bytes = npt.NDArray[np.uint8]
-Ids = npt.NDArray[np.int64]
+_Bytes = npt.NDArray[np.uint8]
+_Ids = npt.NDArray[np.int64]
 
 
 def set_nbytes(n: int, universe: int) -> int:
@@ -43,7 +43,7 @@ def set_nbytes(n: int, universe: int) -> int:
     return min(_bytes(universe), sum(_split_nbytes(n, universe)))
 
 
-def pack_set(ids: Ids, universe: int) -> Bytes:
+def pack_set(ids: _Ids, universe: int) -> _Bytes:
     """The bytes of a set.
 
     Args:
@@ -61,7 +61,7 @@ def pack_set(ids: Ids, universe: int) -> Bytes:
     return np.concatenate([pack_list(ids & ((1 << low_bits) - 1), low_bits), high])
 
 
-def unpack_set(packed: Bytes, n: int, universe: int) -> Ids:
+def unpack_set(packed: _Bytes, n: int, universe: int) -> _Ids:
     """What `pack_set` packed.
 
     Args:
@@ -94,7 +94,7 @@ def list_nbytes(n: int, bits: int) -> int:
     return _bytes(n * bits)
 
 
-def pack_list(numbers: Ids, bits: int) -> Bytes:
+def pack_list(numbers: _Ids, bits: int) -> _Bytes:
     """The bytes of a list.
 
     Args:
@@ -111,7 +111,7 @@ def pack_list(numbers: Ids, bits: int) -> Bytes:
     return np.packbits(as_bits[:, :bits], bitorder="little")
 
 
-def unpack_list(packed: Bytes, n: int, bits: int) -> Ids:
+def unpack_list(packed: _Bytes, n: int, bits: int) -> _Ids:
     """What `pack_list` packed.
 
     Args:
@@ -156,20 +156,20 @@ def _is_bitmap(n: int, universe: int) -> bool:
     return _bytes(universe) <= sum(_split_nbytes(n, universe))
 
 
-def _bitmap(ones: Ids, universe: int) -> Bytes:
+def _bitmap(ones: _Ids, universe: int) -> _Bytes:
     flags = np.zeros(8 * _bytes(universe), np.uint8)
     flags[ones] = 1
     return np.packbits(flags, bitorder="little")
 
 
-def _ones(bitmap: Bytes, n: int, universe: int) -> Ids:
+def _ones(bitmap: _Bytes, n: int, universe: int) -> _Ids:
     found = np.flatnonzero(np.unpackbits(bitmap, bitorder="little"))
     if len(found) != n or found[-1] >= universe:
         raise CorruptionError(f"a bitmap marks {len(found)} ids, not {n} below {universe}")
     return found
 
 
-def _check_size(packed: Bytes, expected: int) -> None:
+def _check_size(packed: _Bytes, expected: int) -> None:
     if len(packed) < expected:
         raise TruncationError(f"ids end after {len(packed)} bytes of {expected}")
     if len(packed) > expected:

@@ -34,8 +34,8 @@ from packhorse.wire.embeddings.id_sets import (
 
 __all__ = ["Wanted", "bags_nbytes", "pack_request", "unpack_request"]
 
-Bytes = npt.NDArray[np.uint8]
-Ids = npt.NDArray[np.int64]
+_Bytes = npt.NDArray[np.uint8]
+_Ids = npt.NDArray[np.int64]
 
 # A shard of which at least one row in so many is wanted is dense: its ids go into a bitmap.
 _DENSE = 8
@@ -48,8 +48,8 @@ class Wanted(NamedTuple):
     Otherwise [bags], each at least 1: the sums of so many rows of `ids`, one bag after the other.
     """
 
-    ids: Ids
-    lengths: Ids | None = None
+    ids: _Ids
+    lengths: _Ids | None = None
 
     @property
     def n(self) -> int:
@@ -69,7 +69,7 @@ def bags_nbytes(n_bags: int, n_ids: int, longest: int, rows: int) -> int:
     return 1 + list_nbytes(n_bags, (longest - 1).bit_length()) + list_nbytes(n_ids, _bits(rows))
 
 
-def pack_request(wanted: Sequence[Wanted], rows: Sequence[int]) -> Bytes:
+def pack_request(wanted: Sequence[Wanted], rows: Sequence[int]) -> _Bytes:
     """The message to one holder.
 
     Args:
@@ -95,7 +95,7 @@ def pack_request(wanted: Sequence[Wanted], rows: Sequence[int]) -> Bytes:
     return np.concatenate(parts)
 
 
-def unpack_request(message: Bytes, rows: Sequence[int]) -> list[Wanted]:
+def unpack_request(message: _Bytes, rows: Sequence[int]) -> list[Wanted]:
     """What `pack_request` packed.
 
     Raises:
@@ -157,7 +157,7 @@ def _bags(reader: _Reader, n_bags: int, n_ids: int, rows: int) -> Wanted:
     return Wanted(ids, lengths)
 
 
-def _check_counts(counts: Ids, rows: Sequence[int]) -> None:
+def _check_counts(counts: _Ids, rows: Sequence[int]) -> None:
     if (counts > rows).any():
         raise CorruptionError(f"a request wants {counts.tolist()} of {list(rows)} rows")
 
@@ -170,11 +170,11 @@ def _bits(rows: int) -> int:
 class _Reader:
     """Takes bytes from the front of a message."""
 
-    def __init__(self, message: Bytes) -> None:
+    def __init__(self, message: _Bytes) -> None:
         self._message = message
         self._at = 0
 
-    def take(self, size: int) -> Bytes:
+    def take(self, size: int) -> _Bytes:
         taken = self._message[self._at : self._at + size]
         if len(taken) < size:
             raise TruncationError(

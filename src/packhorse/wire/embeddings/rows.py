@@ -20,7 +20,7 @@ from packhorse.wire.embeddings.routes import Layout
 
 __all__ = ["Piece", "RawRows", "RowCodec", "as_bytes"]
 
-Bytes = npt.NDArray[np.uint8]
+_Bytes = npt.NDArray[np.uint8]
 
 
 class Piece(NamedTuple):
@@ -49,7 +49,7 @@ class RowCodec(Protocol):
         """
         ...
 
-    def encode(self, pieces: Sequence[Sequence[Piece]]) -> list[Bytes]:
+    def encode(self, pieces: Sequence[Sequence[Piece]]) -> list[_Bytes]:
         """The messages of one iteration, to each rank; their tensors stay as they are.
 
         Args:
@@ -57,7 +57,7 @@ class RowCodec(Protocol):
         """
         ...
 
-    def decode(self, message: Bytes, rows: Sequence[Tensor]) -> None:
+    def decode(self, message: _Bytes, rows: Sequence[Tensor]) -> None:
         """Fills `rows`, contiguous tensors of the shapes and dtypes that were encoded.
 
         Raises:
@@ -76,11 +76,11 @@ class RawRows:
     def attach(self, layout: Layout, rank: int) -> None:
         """As `RowCodec`."""
 
-    def encode(self, pieces: Sequence[Sequence[Piece]]) -> list[Bytes]:
+    def encode(self, pieces: Sequence[Sequence[Piece]]) -> list[_Bytes]:
         """As `RowCodec`."""
         return [_joined([as_bytes(piece.rows) for piece in parts]) for parts in pieces]
 
-    def decode(self, message: Bytes, rows: Sequence[Tensor]) -> None:
+    def decode(self, message: _Bytes, rows: Sequence[Tensor]) -> None:
         """As `RowCodec`."""
         total = sum(part.nbytes for part in rows)
         if len(message) != total:
@@ -95,11 +95,11 @@ class RawRows:
         return itemsize
 
 
-def _joined(parts: Sequence[Bytes]) -> Bytes:
+def _joined(parts: Sequence[_Bytes]) -> _Bytes:
     return np.concatenate(parts) if parts else np.empty(0, np.uint8)
 
 
-def as_bytes(rows: Tensor) -> Bytes:
+def as_bytes(rows: Tensor) -> _Bytes:
     """The bytes of a tensor on the CPU; a view if it is contiguous."""
     flat = rows.detach().contiguous().view(-1)
     return flat.view(torch.uint8).numpy()
