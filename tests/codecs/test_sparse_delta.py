@@ -7,7 +7,7 @@ import pytest
 import torch
 from base_samples import checkpoints
 from codec_battery import ISAS, forced
-from frame_builder import crc32c
+from frame_builder import DELTAS, Base, Stored, build_frame, crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -320,6 +320,31 @@ def test_targets_that_do_not_fit() -> None:
     inside = Frame.from_buffer(memory[: full.nbytes])
     with pytest.raises(ValueError, match="share memory"):
         inside.patch_into(memory[64 : 64 + new.nbytes])
+
+
+def test_a_frame_without_elements_is_a_patch() -> None:
+    built = build_frame(b"", "BF16", (0, 3), codings=[Stored()], base=Base(b"", "BF16"))
+    frame = Frame.from_buffer(bytes(built))
+    frame.patch_into(bytearray())
+    indices, values = frame.changes(b"")
+    assert (indices.size, values.size) == (0, 0)
+
+
+def test_built_frames_are_patched_and_compared() -> None:
+    """Frames of any legal form, of all modes of differences and others beside them."""
+    for name, build in DELTAS.items():
+        built = build()
+        frame, old = Frame.from_buffer(bytes(built)), built.base
+        kind = UNITS[frame.dtype]
+        new = np.frombuffer(built.source, kind)
+        if frame.base_dtype == frame.dtype:
+            target = bytearray(old)
+            frame.patch_into(target)
+            assert target == built.source, name
+        rounded = np.frombuffer(Base(old, frame.base_dtype).units(frame.dtype), kind)
+        indices, values = frame.changes(old)
+        np.testing.assert_array_equal(indices, np.flatnonzero(new != rounded), name)
+        np.testing.assert_array_equal(values, new[indices], name)
 
 
 def test_frames_of_zstd_are_patched_and_compared() -> None:
