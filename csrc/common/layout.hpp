@@ -72,7 +72,7 @@ constexpr uint32_t kDeltaFullToken = 63;
 // Section 6.7.
 constexpr uint32_t kMaxSparseClasses = 8;
 constexpr std::size_t kSparseClassNbytes = 6;
-constexpr uint32_t kMaxSparseZeros = 24;  // in front of a number that is written in full
+constexpr uint32_t kMaxSparseZeros = 24;   // in front of a number that is written in full
 constexpr uint32_t kSparseCountBits = 22;  // of a gap with its sign, and of a run, in full
 constexpr uint32_t kMaxSparseCountShift = 21;
 constexpr uint32_t kMaxSparseSizeShift = 58;
