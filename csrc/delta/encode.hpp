@@ -12,7 +12,7 @@
 #include "chunk/choose.hpp"
 #include "chunk/intake.hpp"
 #include "delta/order.hpp"
-#include "delta/sparse_sets.hpp"
+#include "delta/sparse.hpp"
 #include "rans/encode.hpp"
 
 namespace packhorse {
@@ -344,20 +344,6 @@ struct DeltaScratch {
     DeltaSample* sample;
     RansModel models[kMaxDeltaClasses];
 };
-
-// A chunk with more changes than one in this number is not coded as a few differences. It would
-// take as many bytes as other differences do, and longer.
-constexpr std::size_t kUnitsOfSparseChange = 16;
-
-constexpr std::size_t max_sparse_changes(std::size_t n) {
-    return n / kUnitsOfSparseChange;
-}
-
-// Bytes of a row of units of changes (delta/sparse_encode.hpp). Four of them lie in the row of
-// differences, and places and gaps in the rows of keys and tokens.
-constexpr std::size_t sparse_row_nbytes(std::size_t n, uint32_t unit_nbytes) {
-    return round_up((max_sparse_changes(n) + kSetUnits) * unit_nbytes, 64);
-}
 
 constexpr std::size_t differences_nbytes(std::size_t n, uint32_t unit_nbytes) {
     return std::max(n * unit_nbytes + kMaxDeltaClasses * kDeltaSlackNbytes,

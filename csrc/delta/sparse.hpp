@@ -11,6 +11,20 @@
 
 namespace packhorse {
 
+// A chunk with more changes than one in this number is not coded as a few differences. It would
+// take as many bytes as other differences do, and longer.
+constexpr std::size_t kUnitsOfSparseChange = 16;
+
+constexpr std::size_t max_sparse_changes(std::size_t n) {
+    return n / kUnitsOfSparseChange;
+}
+
+// Bytes of a row of units of changes (delta/sparse_encode.hpp). Four of them lie in the row of
+// differences, and places and gaps in the rows of keys and tokens.
+constexpr std::size_t sparse_row_nbytes(std::size_t n, uint32_t unit_nbytes) {
+    return round_up((max_sparse_changes(n) + kSetUnits) * unit_nbytes, 64);
+}
+
 // The fields of a class.
 struct SparseClass {
     uint32_t n_changes = 0;

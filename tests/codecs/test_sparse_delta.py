@@ -1,13 +1,23 @@
 """Few differences from a base (mode sparse delta): every dtype and path, the choice of the mode,
 patches in place, and lists of changes."""
 
+import random
+
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 from base_samples import checkpoints
 from codec_battery import ISAS, forced
-from frame_builder import crc32c
+from frame_builder import (
+    DELTAS,
+    Base,
+    BuiltFrame,
+    Stored,
+    build_frame,
+    crc32c,
+    draw_delta_frame,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -320,6 +330,40 @@ def test_targets_that_do_not_fit() -> None:
     inside = Frame.from_buffer(memory[: full.nbytes])
     with pytest.raises(ValueError, match="share memory"):
         inside.patch_into(memory[64 : 64 + new.nbytes])
+
+
+def test_a_frame_without_elements_is_a_patch() -> None:
+    built = build_frame(b"", "BF16", (0, 3), codings=[Stored()], base=Base(b"", "BF16"))
+    frame = Frame.from_buffer(bytes(built))
+    frame.patch_into(bytearray())
+    indices, values = frame.changes(b"")
+    assert (indices.size, values.size) == (0, 0)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_built_frames_are_patched_and_compared(isa: str) -> None:
+    """Frames of any legal form, of all modes of differences and others beside them."""
+    drawn = {f"seed {seed}": draw_delta_frame(random.Random(seed)) for seed in range(150)}
+    with forced(isa):
+        for name, built in ({name: build() for name, build in DELTAS.items()} | drawn).items():
+            check_built(name, built)
+
+
+def check_built(name: str, built: BuiltFrame) -> None:
+    frame, old = Frame.from_buffer(bytes(built)), built.base
+    kind = UNITS[frame.dtype]
+    new = np.frombuffer(built.source, kind)
+    whole = bytearray(frame.logical_nbytes)
+    frame.decompress_into(whole, base=old)
+    assert whole == built.source, name
+    if frame.base_dtype == frame.dtype:
+        target = bytearray(old)
+        frame.patch_into(target)
+        assert target == built.source, name
+    rounded = np.frombuffer(Base(old, frame.base_dtype).units(frame.dtype), kind)
+    indices, values = frame.changes(old)
+    np.testing.assert_array_equal(indices, np.flatnonzero(new != rounded), name)
+    np.testing.assert_array_equal(values, new[indices], name)
 
 
 def test_frames_of_zstd_are_patched_and_compared() -> None:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Frame"]
 
-Units: TypeAlias = NDArray[np.unsignedinteger]
+_Units: TypeAlias = NDArray[np.unsignedinteger]
 
 # How much is decoded at once if the whole tensor need not be in memory. It has many chunks for
 # every thread, and only whole chunks and whole leaves of the hash.
@@ -323,7 +323,7 @@ class Frame:
 
     def changes(
         self, base: Buffer, *, base_hash: bytes | None = None, threads: int | None = None
-    ) -> tuple[Units, Units]:
+    ) -> tuple[_Units, _Units]:
         """Lists the units that differ from the base. A unit is an element; but an element of C64
         has two units, and F4 and F6 are bytes (docs/format.md, section 3).
 

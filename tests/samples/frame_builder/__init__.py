@@ -19,7 +19,7 @@ from frame_builder.codings import (
     Zstd,
 )
 from frame_builder.deltas import Base, Delta, DeltaEqual, narrowed
-from frame_builder.draws import draw_delta, draw_delta_frame, odd_floats
+from frame_builder.draws import draw_delta, draw_delta_frame, draw_sparse, odd_floats
 from frame_builder.files import build_file, hexdump, original_file, record_crc
 from frame_builder.frames import (
     SIDE,
@@ -60,6 +60,7 @@ __all__ = [
     "crc32c",
     "draw_delta",
     "draw_delta_frame",
+    "draw_sparse",
     "hexdump",
     "narrowed",
     "odd_floats",

@@ -7,9 +7,10 @@ from frame_builder.codings import Coding, Palette, Rans, Stored
 from frame_builder.deltas import Base, Delta, DeltaEqual
 from frame_builder.frames import BuiltFrame, build_frame
 from frame_builder.samples import units_of_values
+from frame_builder.sparse import Sparse
 from packhorse.layout import DTYPES, DType
 
-__all__ = ["draw_delta", "draw_delta_frame", "odd_floats"]
+__all__ = ["draw_delta", "draw_delta_frame", "draw_sparse", "odd_floats"]
 
 N_CODES = (1, 2, 31, 32, 33, 62, 63, 64)
 N_UNITS = (0, 1, 2, 30, 63, 64, 65, 100, 128, 200)
@@ -48,6 +49,23 @@ def draw_delta(rng: random.Random, w: int) -> Delta:
     return Delta(**how)
 
 
+def draw_sparse(rng: random.Random, w: int) -> Sparse:
+    """Any legal stream of units of `w` bits, with sizes."""
+    n_classes = rng.randint(1, 8)
+    bits = [rng.randrange(w) for _ in range(n_classes - 1)]
+
+    def shifts(*allowed: int) -> tuple[int, ...]:
+        return tuple(rng.choice(allowed) for _ in range(n_classes))
+
+    return Sparse(
+        thresholds=tuple(sorted(rng.getrandbits(n) if n else 0 for n in bits)),
+        gap_shifts=shifts(0, 1, rng.randrange(22), 21),
+        run_shifts=shifts(0, 1, rng.randrange(22), 21, 255),
+        size_shifts=shifts(0, rng.randrange(min(w, 59)), min(w - 1, 58)),
+        always_full=rng.random() < 0.2,
+    )
+
+
 def _draw_units(rng: random.Random, row: DType, n: int) -> bytes:
     """A base's bytes."""
     if row.name in ("F32", "C64") and rng.random() < 0.5:
@@ -74,6 +92,8 @@ def _draw_codings(rng: random.Random, row: DType, split: int, equal: bool) -> li
     """The codings of one chunk."""
     if equal and rng.random() < 0.7:
         return [DeltaEqual()]
+    if rng.random() < 0.3:
+        return [draw_sparse(rng, 8 * row.unit_nbytes)]
     if rng.random() < 0.8:
         return [draw_delta(rng, 8 * row.unit_nbytes)]
     n_planes = row.unit_nbytes if split else 1
@@ -82,7 +102,7 @@ def _draw_codings(rng: random.Random, row: DType, split: int, equal: bool) -> li
 
 
 def draw_delta_frame(rng: random.Random) -> BuiltFrame:
-    """A frame with a base, and chunks of mode delta and others."""
+    """A frame with a base, and chunks of both modes of differences and others."""
     row = rng.choice(DTYPES)
     split, n = int(rng.choice(row.splits)), rng.choice(N_UNITS)
     n -= n % (3 if row.bits == 6 else row.bits // 8 // row.unit_nbytes or 1)
