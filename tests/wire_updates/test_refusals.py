@@ -316,7 +316,7 @@ def test_in_place_says_that_weights_are_torn() -> None:
     with pytest.raises(CorruptionError, match="ask for an anchor"):
         receiver.commit(staged)
     assert receiver.is_torn
-    assert (served["a"][0] == 1, served["c"][0] == 1) == (True, False)
+    assert served["a"][0] == 1
     receiver.unpack(packer.anchor())
     assert same(served, weights)
 

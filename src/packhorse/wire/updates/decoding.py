@@ -12,7 +12,7 @@ from packhorse.errors import CorruptionError
 from packhorse.frame import Frame
 from packhorse.layout import CHUNK_CRC
 
-__all__ = ["check_payload", "decode_unit"]
+__all__ = ["check_hash", "check_payload", "decode_unit"]
 
 
 def decode_unit(
@@ -31,6 +31,16 @@ def decode_unit(
     """
     data = np.empty(frame.logical_nbytes, np.uint8)
     frame.decompress_into(data, base=base, base_hash=base_hash, threads=threads)
+    check_hash(frame, data, threads)
+    return data
+
+
+def check_hash(frame: Frame, data: ByteArray, threads: int) -> None:
+    """Compares the content hash of decoded bytes with their frame's.
+
+    Raises:
+        CorruptionError: it is another.
+    """
     digest = content_hash(data, threads=threads)
     if digest != frame.content_hash:
         raise CorruptionError(
@@ -38,7 +48,6 @@ def decode_unit(
             f"{frame.content_hash.hex()}: something else wrote to the base since the last commit, "
             "or the frame is damaged; ask for an anchor"
         )
-    return data
 
 
 def check_payload(frame: Frame) -> None:

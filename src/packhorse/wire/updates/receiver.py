@@ -27,9 +27,9 @@ from packhorse.errors import CorruptionError
 from packhorse.frame import Frame
 from packhorse.framework import resolve_framework
 from packhorse.threads import map_tensors
-from packhorse.wire.updates.changes import Changes, changes_of
+from packhorse.wire.updates.changes import Changes, changes_by_frame, changes_of
 from packhorse.wire.updates.contents import Contents, state_hash
-from packhorse.wire.updates.decoding import check_payload, decode_unit
+from packhorse.wire.updates.decoding import check_hash, check_payload, decode_unit
 from packhorse.wire.updates.message import Header, Message, read_message
 from packhorse.wire.updates.refusals import Refusal, UpdateMismatchError
 from packhorse.wire.updates.tensors import Binding, Tensors, named_tensors
@@ -72,7 +72,7 @@ class StagedUpdate:
         self.before: list[bytes] = []  # hashes of all units of what is held
         self.hashes: list[bytes] = []  # of all units afterwards
         self.units: dict[int, ByteArray] = {}  # new bytes of changed units
-        self.frames: dict[int, Frame] = {}  # or their frames, to decode in the commit
+        self.frames: dict[int, Frame] = {}  # of a single update: against the live weights
         self.done: set[int] = set()  # units that are written
 
     @property
@@ -109,8 +109,14 @@ class StagedUpdate:
         Raises:
             CompatibilityError: a tensor has several elements in a byte.
         """
+        threads = self.receiver.threads
         for i in self.changed():
-            yield from changes_of(self.binding, i, self.new_bytes(i, self.receiver.threads))
+            found = None
+            if i in self.frames:
+                found = changes_by_frame(self.binding, i, self.frames[i], self.before[i], threads)
+            if found is None:
+                found = changes_of(self.binding, i, self.new_bytes(i, threads))
+            yield from found
 
     def changed(self) -> list[int]:
         """The units that are written."""
@@ -175,10 +181,11 @@ class DeltaReceiver:
                 hold the weights as a state of its own, which the first anchor makes.
             framework: "np" or "pt", for a state of its own.
             threads: the number of threads; None for one per core, at most 8.
-            in_place: decode in `commit`, one unit after the other, instead of in `stage`. That
-                needs memory for one unit per thread instead of all changed ones, but lengthens the
-                pause. An update whose hashes are wrong is then found when some units are written
-                already: the weights are torn.
+            in_place: patch the tensors in `commit`, one unit after the other, instead of decoding
+                in `stage`. That needs no memory for large tensors in host memory, and for one unit
+                per thread otherwise, instead of all changed ones; but it lengthens the pause. An
+                update whose hashes are wrong is then found when some units are written already: the
+                weights are torn.
             strict: whether `into` may have no tensors that the updates do not have.
             max_nbytes: the most bytes of tensors that are allowed; None for no limit.
 
@@ -457,12 +464,10 @@ class DeltaReceiver:
             return decode_unit(frames[i], base, hashes[i], n_threads)
 
         decoded = map_tensors(work, [contents.units[i].nbytes for i in order], self.threads)
-        if self._in_place:
-            staged.frames = frames
-        else:
-            staged.units |= {
-                i: data for i, data in zip(order, decoded, strict=True) if data is not None
-            }
+        staged.frames = frames if staged.header is None else {}
+        if not self._in_place:
+            pairs = zip(order, decoded, strict=True)
+            staged.units |= {i: data for i, data in pairs if data is not None}
         staged.hashes, staged.header = after, message.header
 
     def _write(self, staged: StagedUpdate) -> BaseException | None:
@@ -471,9 +476,10 @@ class DeltaReceiver:
 
         def work(at: int, n_threads: int) -> None:
             i = todo[at]
-            data = staged.new_bytes(i, n_threads)
-            self.is_torn = True  # until all units are written
-            staged.binding.write(i, data)
+            if not self._patch(staged, i, n_threads):
+                data = staged.new_bytes(i, n_threads)
+                self.is_torn = True  # until all units are written
+                staged.binding.write(i, data)
             staged.done.add(i)
 
         try:
@@ -484,6 +490,22 @@ class DeltaReceiver:
                     work(at, 1)
             return interrupt
         return None
+
+    def _patch(self, staged: StagedUpdate, i: int, n_threads: int) -> bool:
+        """Patches a unit that was not decoded, if it is one tensor in host memory in C order.
+
+        Raises:
+            CorruptionError: the unit was not what its hash said. It is wrong now.
+        """
+        if i in staged.units or staged.frames[i].base_hash is None:
+            return False
+        memory, frame = staged.binding.memory(i), staged.frames[i]
+        if memory is None:
+            return False
+        frame.patch_into(memory, base_hash=frame.base_hash, threads=n_threads)
+        self.is_torn = True  # until all units are written
+        check_hash(frame, memory, n_threads)
+        return True
 
     def _finish(self, staged: StagedUpdate) -> None:
         """Makes a written update what the receiver holds."""

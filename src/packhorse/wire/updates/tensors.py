@@ -247,6 +247,14 @@ class Binding:
             return target.memory
         return self.framework.readable(target.tensor)[0]
 
+    def memory(self, i: int) -> ByteArray | None:
+        """The bytes of a unit, for writing, if they are those of one tensor in host memory in C
+        order, and nothing else is written with it."""
+        row = self._units[i]
+        if len(row) > 1 or row[0].part.name in self._others:
+            return None
+        return row[0].memory
+
     def differing_alias(self, i: int) -> str | None:
         """A name that the sender ties to a tensor of a unit, and that has other values here."""
         for target in self._units[i] if self._others else ():
