@@ -13,7 +13,7 @@
 
 namespace packhorse {
 
-// The changes of a chunk, in ascending order: places of units in the chunk, and the new units.
+// The changes of a chunk: places of units in the chunk, and the new units.
 struct ChunkChanges {
     std::vector<uint32_t> places;
     std::vector<uint8_t> units;
@@ -42,8 +42,9 @@ class ChunkReader {
                               worker_.partial.data(), isa_);
     }
 
-    // Lists the changes of a chunk of mode sparse delta.
-    Status list(std::size_t chunk, ChunkChanges& out) {
+    // Lists the changes of a chunk of mode sparse delta, in ascending order if they are to be
+    // sorted.
+    Status list(std::size_t chunk, bool sorted, ChunkChanges& out) {
         const Status status = check_around(tensor_, chunk, true, isa_);
         if (status != Status::kOk) return status;
         return with_units(unit_nbytes(), tensor_.base.is_float, [&]<class Unit, bool kFloat>() {
@@ -52,7 +53,7 @@ class ChunkReader {
                 tensor_.chunk(chunk), descriptor_nbytes(tensor_.row(chunk)[1]), base_of(chunk),
                 tensor_.geometry.units_of(chunk), worker_.changes, changes, isa_);
             if (found != Status::kOk) return found;
-            sort_changes(changes);
+            if (sorted) sort_changes(changes);
             out.take(changes);
             return found;
         });
@@ -128,7 +129,7 @@ inline DecodeResult list_changes(const EncodedTensor& tensor, std::size_t thread
             case PatchKind::kNothing:
                 return check_around(tensor, chunk, true, isa);
             case PatchKind::kChanges:
-                return reader.list(chunk, changes[chunk]);
+                return reader.list(chunk, true, changes[chunk]);
             default:
                 return reader.compare(chunk, changes[chunk]);
         }
@@ -148,7 +149,7 @@ inline DecodeResult patch_tensor(const EncodedTensor& tensor, uint8_t* target, s
                 case PatchKind::kNothing:
                     return check_around(tensor, chunk, true, isa);
                 case PatchKind::kChanges:
-                    return reader.list(chunk, changes[chunk]);
+                    return reader.list(chunk, false, changes[chunk]);
                 default:
                     return reader.decode(chunk, true, ignored);
             }
@@ -157,9 +158,11 @@ inline DecodeResult patch_tensor(const EncodedTensor& tensor, uint8_t* target, s
     return read_chunks(tensor, threads, isa, [&](ChunkReader& reader, std::size_t chunk) {
         uint8_t* const at = target + chunk * geometry.chunk_nbytes();
         const ChunkChanges& of_chunk = changes[chunk];
-        for (std::size_t i = 0; i < of_chunk.places.size(); ++i)
-            std::memcpy(at + std::size_t{of_chunk.places[i]} * unit,
-                        of_chunk.units.data() + i * unit, unit);
+        with_units(unit, false, [&]<class Unit, bool kFloat>() {
+            for (std::size_t i = 0; i < of_chunk.places.size(); ++i)
+                store(at + of_chunk.places[i] * sizeof(Unit),
+                      load<Unit>(of_chunk.units.data() + i * sizeof(Unit)));
+        });
         if (patch_kind(tensor.row(chunk)) != PatchKind::kUnits) return Status::kOk;
         const uint8_t* units;
         const Status status = reader.decode(chunk, false, units);
