@@ -78,7 +78,7 @@ data: .venv/.bench ## fetch Fashion-MNIST (31 MB) for the benchmarks of packhors
 training: .venv/.bench ## make the training run of the benchmark data (17 minutes; make training ARGS=--resume goes on)
 	@$(PY) benchmarks/training.py $(ARGS)
 
-rl-trace: .venv/.bench ## make the trace of weight updates of a reinforcement learning run (45 minutes; goes on if stopped)
+rl-trace: .venv/.bench ## make the trace of weight updates of a reinforcement learning run (35 minutes; goes on if stopped)
 	@$(PY) benchmarks/rl_trace.py $(ARGS)
 
 sanitize: .venv/.sanitize .venv/.model ## run the tests on a core built with ASan and UBSan

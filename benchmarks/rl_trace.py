@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +37,11 @@ __all__ = ["main", "summary", "table"]
 
 RATES = (1e-6, 3e-6, 1e-5, 3e-5)
 STEPS = 200
-TRIAL_STEPS = 2  # of each kind, which a dry run times
+TRIAL_STEPS = 3  # of each kind, which a dry run times
 RESULTS = Path(__file__).parent / "results" / "rl_trace.json"
 ENDS = 20  # steps at each end whose mean reward is reported
 # Bytes of a state in the store, as a share of its bf16 bytes, and a store's full states.
-PACKED = {1e-6: 0.02, 3e-6: 0.035, 1e-5: 0.065, 3e-5: 0.12}
+PACKED = {1e-6: 0.005, 3e-6: 0.01, 1e-5: 0.022, 3e-5: 0.045}
 PACKED_FULL = 0.66
 
 
@@ -132,22 +131,24 @@ def _make(folder: Path, rates: list[float], n_steps: int) -> None:
 
 
 def _dry_run(rates: list[float], n_steps: int) -> None:
-    """Do two steps of each kind in a folder that is removed, and say what the whole run needs."""
-    recipe, times = Pretraining(steps=TRIAL_STEPS), [time.process_time()]
+    """Do a few steps of each kind in a folder that is removed, and say what the whole run needs."""
+    recipe, times = Pretraining(steps=TRIAL_STEPS), list[float]()
     corpus = _corpus(recipe.shape.vocabulary)
     with tempfile.TemporaryDirectory() as name:
-        times.append(time.process_time())
-        weights = pretrain(recipe, corpus, Path(name))
-        times.append(time.process_time())
+        weights = pretrain(
+            recipe, corpus, Path(name), lambda step, loss: times.append(time.process_time())
+        )
         tune(
             *(Tuning(), rates[0], TRIAL_STEPS, Path(name)),
             corpus=corpus,
             shape=recipe.shape,
             weights=weights,
+            on_step=lambda record: times.append(time.process_time()),
         )
-        times.append(time.process_time())
+    # What comes before the first step of each kind does not grow with their number.
+    trials = times[:TRIAL_STEPS], times[TRIAL_STEPS:]
+    learning, tuning = ((trial[-1] - trial[0]) / (TRIAL_STEPS - 1) for trial in trials)
     numel = sum(weight.numel() for weight in weights.values())
-    learning, tuning = ((b - a) / TRIAL_STEPS for a, b in pairwise(times[1:]))
     minutes = [Pretraining().steps * learning / 60, n_steps * tuning / 60]
     full = n_steps / (rl_trace.MAX_CHAIN + 1) * PACKED_FULL
     gigabytes = [2e-9 * numel * (n_steps * _packed(rate) + full) for rate in rates]

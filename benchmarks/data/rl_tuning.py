@@ -6,9 +6,11 @@ completions and one step of AdamW, after which the new copies would be sent: the
 the store. On one machine the same recipe gives the same bits, also when it is stopped and resumed.
 """
 
+import fcntl
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,8 +98,10 @@ def tune(
 
     Raises:
         ValueError: the folder holds a run of another recipe, or one that began with other weights.
+        BlockingIOError: another process is doing this run.
     """
-    with one_thread(), rl_trace.writable_store(folder, rate) as store:
+    store = rl_trace.writable_store(folder, rate)
+    with one_thread(), store, _alone(folder / f"{rate:g}.lock"):
         if len(store.names()) > n_steps:
             return
         run = _Run(recipe, rate, folder, store, corpus, shape, weights)
@@ -105,6 +109,17 @@ def tune(
             on_step(run.do_step())
             if run.step % recipe.save_every == 0 or run.step == n_steps:
                 run.save()
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Keep other processes out; a process that is killed keeps out nobody."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BlockingIOError(f"another process has locked {path} and does this run") from None
+        yield
 
 
 class _Run:

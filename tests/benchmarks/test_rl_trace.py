@@ -1,5 +1,6 @@
 """The trace of a reinforcement learning run, with a tiny model."""
 
+import fcntl
 import itertools
 import json
 from collections.abc import Iterator
@@ -185,6 +186,16 @@ def test_a_run_of_another_recipe_is_refused(
         _tune(modules, other, weights, tmp_path, 3)
     with pytest.raises(ValueError, match="made with another first_sha256"):
         _tune(modules, recipe, {n: w + 1 for n, w in weights.items()}, tmp_path, 3)
+
+
+def test_two_processes_do_not_do_the_same_run(
+    modules: dict[str, ModuleType], recipe: dict[str, Any], weights: Any, tmp_path: Path
+) -> None:
+    with (tmp_path / "0.001.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(BlockingIOError, match=r"another process has locked .*0\.001\.lock"):
+            _tune(modules, recipe, weights, tmp_path, 1)
+    _tune(modules, recipe, weights, tmp_path, 1)
 
 
 def test_a_missing_trace_names_the_command(
