@@ -53,11 +53,13 @@ THIRD_PARTY = {
     "integrations.elements": {"ml_dtypes", "numpy"},
     "integrations.hdf5": {"h5py", "numpy"},
     "integrations.numcodecs": {"numcodecs", "numpy"},
+    "integrations.torchrec": {"numpy", "torch", "torchrec"},
     "integrations.transformers": {"accelerate", "numpy", "safetensors", "torch", "transformers"},
     "integrations.zarr": {"numpy", "zarr"},
     "learn": {"numpy", "scipy", "sklearn", "threadpoolctl"},
     "learn.swag": {"numpy", "torch"},
     "wire": {"numpy", "torch"},
+    "wire.updates": {"numpy", "xxhash", "zstandard"},
     "cli": {"numpy", "rich", "typer"},
 }
 

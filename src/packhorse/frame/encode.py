@@ -44,7 +44,8 @@ class Payload(NamedTuple):
     @property
     def has_delta(self) -> bool:
         """Whether any chunk needs the base."""
-        return bool(np.isin(self.table[:, FIRST_STREAM] >> STREAM_NBYTES_BITS, BASE_MODES).any())
+        modes = self.table[:, FIRST_STREAM] >> STREAM_NBYTES_BITS
+        return any(bool(np.any(modes == mode)) for mode in BASE_MODES)  # np.isin is slow
 
 
 def encode_payload(
