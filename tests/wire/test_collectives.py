@@ -66,7 +66,7 @@ def test_ranks_choose_alike_by_what_they_measure(tmp_path: Path) -> None:
         assert good == [True] * 30
         assert rows == found[0][1]
         assert [n_calls for _, n_calls, _ in rows] == [30, 30]
-        assert all(7 <= n_timed <= 12 for _, _, n_timed in rows)
+        assert all(5 <= n_timed <= 9 for _, _, n_timed in rows)  # a hopeless way is tried once
 
 
 def test_tensors_on_a_device_travel_as_pytorch_sends_them(tmp_path: Path) -> None:
