@@ -59,7 +59,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--world", type=int, default=2, help="ranks")
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=900)
     parser.add_argument("--batch", type=int, default=2048, help="samples of all ranks together")
     parser.add_argument("--dim", type=int, default=16)
     parser.add_argument("--cap", type=int, default=100_000, help="most rows of a table")

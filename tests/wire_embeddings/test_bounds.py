@@ -86,10 +86,10 @@ def test_bounds_are_relative_to_the_range_and_bits_follow(rounding: Rounding) ->
     found = {name: bounds.bound_for(i, name, n, rows) for i, (name, n) in enumerate(
         {"tight": 10**6, "base": 10**4, "loose": 10}.items())}  # fmt: skip
     assert {k: round(v.bound, 4) for k, v in found.items()} == pytest.approx(
-        {"tight": 0.02, "base": 0.06, "loose": 0.1}, rel=0.01
+        {"tight": 0.005, "base": 0.015, "loose": 0.025}, rel=0.01
     )
     more = 1 if rounding is Rounding.STOCHASTIC else 0
-    assert [found[k].bits for k in found] == [6 + more, 5 + more, 4 + more]
+    assert [found[k].bits for k in found] == [8 + more, 7 + more, 6 + more]
 
 
 def test_an_outlier_and_an_odd_message_do_not_move_the_range() -> None:
