@@ -139,3 +139,9 @@ def die_between(choice: str, culprit: int, timeout: float) -> list[str]:
     except Exception as error:
         return [f"{type(error).__name__}: {error}"]
     return []
+
+
+def fail_and_end(rank: int, size: int, store: str) -> None:
+    """A whole process that meets damage, and ends as programs do."""
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    assert "CorruptionError" in errors_of("a flipped bit", "all_gather", "packed", 60)[-1]

@@ -1,5 +1,6 @@
 """A rank dies, lies, differs, or its bytes are damaged: all ranks raise the same error in time."""
 
+import multiprocessing as mp
 import re
 from pathlib import Path
 
@@ -114,3 +115,20 @@ def test_an_error_of_one_rank_is_told_to_all(tmp_path: Path) -> None:
     words = "PeerError: rank 1 failed in all_gather (operation 1): MemoryError: none is left"
     assert outcomes[0].value == outcomes[2].value == [words, words]
     assert outcomes[1].value == ["MemoryError: none is left", words]
+
+
+@pytest.mark.slow
+def test_processes_end_well_and_soon_after_a_failure(tmp_path: Path) -> None:
+    context = mp.get_context("spawn")  # its processes end as programs do; forked ones do not
+    processes = [
+        context.Process(target=jobs.fail_and_end, args=(rank, 2, str(tmp_path / "store")))
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(45)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert codes == [0, 0]

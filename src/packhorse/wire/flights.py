@@ -5,7 +5,9 @@ take turns: on a link of 1 Gb/s it moves half of what the link could, or three q
 Receives that are announced first keep both directions busy.
 
 gloo ends all connections when someone waits too long for a single receive. So a thread waits as
-long as it takes, and the caller waits for the thread, and may give up.
+long as it takes, and the caller waits for the thread, and may give up. When the program ends, or
+the object, and transfers are still on their way because something failed, that same behaviour of
+gloo ends them: a thread that still waits would abort the program.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import accumulate
 from queue import SimpleQueue
@@ -22,6 +25,7 @@ from packhorse.wire.backend import dist, torch
 __all__ = ["Flight", "Flights"]
 
 _FIRST_TAG, _N_TAGS = 0x50480000, 1 << 15
+_PATIENCE_S = 5  # for the thread to end
 
 
 class Flight:
@@ -62,6 +66,7 @@ class Flights:
         self._timeout = timeout
         self._n = 0
         self._queue: SimpleQueue[Flight | None] | None = None
+        self._flying: list[Flight] = []
 
     def begin(
         self,
@@ -80,7 +85,9 @@ class Flights:
         works += [self._group.send([going[i]], i, tag) for i in others if input_splits[i]]
         coming[rank].copy_(going[rank])
         flight = Flight(works)
-        self._waiting().put(flight)
+        queue = self._waiting()
+        self._flying.append(flight)
+        queue.put(flight)
         return flight
 
     def _waiting(self) -> SimpleQueue[Flight | None]:
@@ -89,11 +96,11 @@ class Flights:
         if self._queue is None:
             self._queue = SimpleQueue()
             thread = threading.Thread(
-                target=_wait_for_all, args=(self._queue, self._timeout), daemon=True,
+                target=_wait_for_all, args=(self._queue, self._flying, self._timeout), daemon=True,
                 name="packhorse-wire-flights",
             )  # fmt: skip
             thread.start()
-            weakref.finalize(self, self._queue.put, None).atexit = False
+            weakref.finalize(self, _end, self._queue, self._flying, thread)
         return self._queue
 
 
@@ -102,13 +109,27 @@ def _cut(tensor: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
     return [tensor[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
-def _wait_for_all(queue: SimpleQueue[Flight | None], timeout: timedelta) -> None:
+def _wait_for_all(
+    queue: SimpleQueue[Flight | None], flying: list[Flight], timeout: timedelta
+) -> None:
     while (flight := queue.get()) is not None:
         try:
             for work in flight.works:
                 work.wait(timeout)
         except RuntimeError as error:
             flight.error = error
+        flying.remove(flight)
         flight.works = ()
         flight.done.set()
         del flight
+
+
+def _end(queue: SimpleQueue[Flight | None], flying: list[Flight], thread: threading.Thread) -> None:
+    """Ends the thread, and transfers that are still on their way."""
+    queue.put(None)
+    for flight in list(flying):
+        for work in flight.works:
+            with suppress(RuntimeError):
+                work.wait(timedelta(milliseconds=1))
+    if thread is not threading.current_thread():
+        thread.join(_PATIENCE_S)
