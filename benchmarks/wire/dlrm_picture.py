@@ -60,11 +60,12 @@ def _section(runs: Mapping[str, Mapping[str, Any]]) -> str:
         f"A DLRM with the 26 tables of Criteo Kaggle, at most {settings['cap']:,} rows of "
         f"{settings['dim']} in each, ids by Zipf's law, labels of a teacher: "
         f"{settings['steps']:,} steps of {settings['batch']:,} samples; kB are what a rank sends. "
-        "Runs of one seed begin with the same weights, and all see the same batches once. AUC is that of 98,304 samples "
-        "that no run saw; it still rises at the end. Full and half bounds come out in the wrong "
-        "order, so a few hundredths of a percent may be noise. `bounded` has the paper's bounds "
-        "both ways, `forward only` has them for rows alone, as the paper; `bounded by a quarter` "
-        "has the default ones.",
+        "Runs of one seed begin with the same weights, and all see the same batches once. AUC is "
+        "that of 98,304 samples that no run saw; it still rises at the end. Full and half bounds "
+        "come out in the wrong order, so some hundredths of a percent may be noise; on four ranks "
+        "more rows come from others than on two. `bounded` has the paper's bounds both ways, "
+        "`forward only` has them for rows alone, as the paper; `bounded by a quarter` has the "
+        "default ones.",
         "",
         "| embeddings travel | ranks, seed | AUC | from fp32, % | kB a step | times fewer |",
         "|---|---|--:|--:|--:|--:|",
