@@ -74,6 +74,11 @@ class PackedAllGather(_Comm):
 
     Args:
         collectives: what runs it, of the process group that the model is sharded over.
+
+    Example:
+        >>> from packhorse.wire import PackedAllGather
+        >>> def pack_weights_of(layer, collectives):  # `shard_traffic` does so for all layers
+        ...     layer.set_custom_all_gather(PackedAllGather(collectives))
     """
 
     def __call__(
@@ -95,6 +100,11 @@ class PackedReduceScatter(_Comm):
 
     Args:
         collectives: what runs it, of the process group that the model is sharded over.
+
+    Example:
+        >>> from packhorse.wire import PackedReduceScatter
+        >>> def pack_gradients_of(layer, collectives):  # `shard_traffic` does so for all layers
+        ...     layer.set_custom_reduce_scatter(PackedReduceScatter(collectives))
     """
 
     def __call__(

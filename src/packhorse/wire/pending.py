@@ -17,15 +17,30 @@ __all__ = ["Background", "Pending"]
 
 class Pending:
     """A collective in the background. It has the methods of `torch.distributed.Work` that callers
-    use."""
+    use.
+
+    Example:
+        >>> def gather(collectives, output, input):
+        ...     pending = collectives.all_gather(output, input, async_op=True)
+        ...     ...  # something else meanwhile
+        ...     pending.wait()
+    """
 
     def __init__(self, future: Future[None], result: torch.Tensor) -> None:
+        """Private: collectives make them."""
         self._future = future
         self._result = result
 
     @classmethod
     def done(cls, result: torch.Tensor) -> Pending:
-        """A collective that has ended, or that a stream of a device has in order."""
+        """A collective that has ended, or that a stream of a device has in order.
+
+        Args:
+            result: the tensor that it wrote to.
+
+        Returns:
+            One that does not wait.
+        """
         future: Future[None] = Future()
         future.set_result(None)
         return cls(future, result)
@@ -35,6 +50,9 @@ class Pending:
 
         Args:
             timeout: how long to wait; None for as long as the collective itself may take.
+
+        Returns:
+            True, as PyTorch's own does.
 
         Raises:
             PackhorseError: the collective failed.
