@@ -79,12 +79,12 @@ class Shape(Enum):
 class Schedule:
     """A multiplier that falls from `start` to 1 in some iterations, and stays there.
 
-    Args:
+    Attributes:
         shape: `STEP` falls in `steps` equal steps, `LINEAR` evenly, `LOG` fast at first;
             `CONSTANT` is 1 throughout.
-        start: the first multiplier.
-        iterations: when 1 is reached.
-        steps: of `STEP`.
+        start: the first multiplier, at least 1.
+        iterations: after how many iterations 1 is reached.
+        steps: how many steps `STEP` has.
 
     Raises:
         ValueError: `start` is below 1, or a number is not positive.
@@ -103,7 +103,14 @@ class Schedule:
             )
 
     def multiplier(self, iteration: int) -> float:
-        """What bounds are multiplied by in an iteration, counted from 0."""
+        """What bounds are multiplied by in an iteration.
+
+        Args:
+            iteration: counted from 0.
+
+        Returns:
+            A number from 1 to `start`.
+        """
         if self.shape is Shape.CONSTANT or iteration >= self.iterations:
             return 1.0
         time = iteration / self.iterations
@@ -123,7 +130,7 @@ class ByCardinality:
     With 400,000 and 1,000 this gives the paper's classes of the 26 tables of Criteo Terabyte,
     with 90,000 and 106 its tight tables of Criteo Kaggle, and 6 of its loose ones.
 
-    Args:
+    Attributes:
         tight_above: a table with more ids is tight.
         loose_below: a table with fewer ids is loose.
     """
@@ -132,7 +139,14 @@ class ByCardinality:
     loose_below: int = 1_000
 
     def classify(self, rows: int) -> Tightness:
-        """The class of a table with so many ids."""
+        """The class of a table.
+
+        Args:
+            rows: how many ids the table has.
+
+        Returns:
+            Its class.
+        """
         if rows > self.tight_above:
             return Tightness.TIGHT
         return Tightness.LOOSE if rows < self.loose_below else Tightness.BASE
@@ -142,9 +156,9 @@ class ByCardinality:
 class ByHomogenisation:
     """Classes by how many distinct rows are left when rows are quantised (`homogenisation`).
 
-    Args:
+    Attributes:
         tight_below: a table that keeps less than this share of its distinct rows is tight.
-        loose_above: a table that keeps more is loose.
+        loose_above: a table that keeps more than this share is loose.
         rel_bound: the relative bound at which rows are compared.
         every: after how many iterations a class is looked at again. Until rows were seen,
             a table is tight.
@@ -156,7 +170,14 @@ class ByHomogenisation:
     every: int = 1024
 
     def classify(self, index: float) -> Tightness:
-        """The class of a table with this index."""
+        """The class of a table.
+
+        Args:
+            index: the homogenisation index of its rows, from 0 to 1.
+
+        Returns:
+            Its class.
+        """
         if index < self.tight_below:
             return Tightness.TIGHT
         return Tightness.LOOSE if index > self.loose_above else Tightness.BASE
@@ -166,11 +187,18 @@ def homogenisation(rows: _Rows, rel_bound: float) -> float:
     """The homogenisation index: distinct rows after quantisation, as a share of those before.
 
     Args:
-        rows: [n, width]
+        rows: [n, width] of finite floats; they are compared as float32.
         rel_bound: the bound, relative to the range of the values.
 
     Returns:
-        1 if no two distinct rows become equal, down to 0.
+        1 if no two distinct rows become equal; the more become equal, the closer to 0.
+
+    Example:
+        >>> import numpy as np
+        >>> from packhorse.wire.bounds import homogenisation
+        >>> rows = np.array([[0.0], [0.001], [1.0], [1.001]], np.float32)
+        >>> homogenisation(rows, rel_bound=0.01)  # two pairs of rows become equal
+        0.5
     """
     distinct = np.unique(np.ascontiguousarray(rows, np.float32), axis=0)
     spread = float(np.ptp(distinct)) if distinct.size else 0.0
@@ -181,7 +209,14 @@ def homogenisation(rows: _Rows, rel_bound: float) -> float:
 
 
 class Bound(NamedTuple):
-    """What a segment of a message is coded with."""
+    """What a segment of a message is coded with.
+
+    Attributes:
+        bound: no decoded value is further than this from what was sent.
+        bits: of the code of an element, 1 to 16.
+        center: the middle of the values that codes cover; a value that they do not cover travels
+            exactly, as an escape.
+    """
 
     bound: float
     bits: int
@@ -189,7 +224,20 @@ class Bound(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """What happened to a table in some iterations. `bound` and `bits` are the last ones."""
+    """What happened to a shard in some iterations.
+
+    Attributes:
+        table: the name of its table.
+        first: the first iteration, counted from 0.
+        last: the last iteration, included.
+        tightness: the class of the table at the end.
+        multiplier: that of the schedule in the last iteration.
+        bound: the last error bound.
+        bits: the last number of bits of a code.
+        n_elements: how many elements were sent.
+        n_escapes: how many of them travelled exactly, as escapes.
+        nbytes: how many bytes all of them took.
+    """
 
     table: str
     first: int
@@ -242,7 +290,7 @@ class TableBounds:
 
     Attributes:
         iteration: counted by `advance`.
-        history: an `Interval` for each table and interval.
+        history: an `Interval` for each shard and interval.
 
     Raises:
         ValueError: a relative bound is not between 0 and 1.
@@ -289,7 +337,10 @@ class TableBounds:
             shard: its number; each has a state of its own.
             table: the name of its table.
             n_ids: how many ids the table has.
-            rows: [n, width]
+            rows: [n, width] of floats.
+
+        Returns:
+            The bound, the bits and the center to code these rows with.
         """
         state = self._states.get(shard)
         if state is None:
@@ -302,12 +353,26 @@ class TableBounds:
         return state.last
 
     def bits_of(self, shard: int) -> int | None:
-        """The bits of the last bound of a shard; None if it has had none."""
+        """The bits of the last bound of a shard.
+
+        Args:
+            shard: its number.
+
+        Returns:
+            1 to 16, or None if the shard has had no bound.
+        """
         state = self._states.get(shard)
         return None if state is None else state.last.bits
 
     def count(self, shard: int, n_elements: int, n_escapes: int, nbytes: int) -> None:
-        """Says what was sent of a shard, for `history`."""
+        """Says what was sent of a shard, for `history`.
+
+        Args:
+            shard: its number; `bound_for` has been called for it.
+            n_elements: how many elements were sent.
+            n_escapes: how many of them were escapes.
+            nbytes: how many bytes they took.
+        """
         state = self._states[shard]
         state.n_elements += n_elements
         state.n_escapes += n_escapes
@@ -343,6 +408,9 @@ class TableBounds:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from where `state_dict` was called, with this object's own arguments.
+
+        Args:
+            state: what `state_dict` returned.
 
         Raises:
             KeyError: something is missing.

@@ -40,13 +40,23 @@ _Bytes = npt.NDArray[np.uint8]
 class BoundedRows:
     """Codes rows within the bounds of their tables.
 
+    A message is rounded as `bounds` says, or to the nearest values if all in it has error feedback.
+
     Args:
         bounds: which bounds. An object serves one direction of one exchange.
         feedback_rows: tables of at most so many rows get error feedback, with rounding to
             the nearest value; 0 for none.
         seed: of stochastic rounding; ranks and iterations differ by themselves.
 
-    A message is rounded as `bounds` says, or to the nearest values if all in it has error feedback.
+    Example:
+        >>> from packhorse.codecs.bounded import Rounding
+        >>> from packhorse.wire.bounds import TableBounds
+        >>> from packhorse.wire.embeddings import BoundedRows, EmbeddingExchange, on_rank
+        >>> def connect():  # on each rank; rows and gradients travel with loss
+        ...     tables = [on_rank("user", 1_000, 16, rank=0)]
+        ...     rows = BoundedRows(TableBounds())
+        ...     gradients = BoundedRows(TableBounds(rounding=Rounding.STOCHASTIC))
+        ...     return EmbeddingExchange(tables, forward=rows, backward=gradients)
     """
 
     def __init__(self, bounds: TableBounds, *, feedback_rows: int = 0, seed: int = 0) -> None:
@@ -58,19 +68,42 @@ class BoundedRows:
         self._lost: dict[int, Tensor] = {}  # by shard: [rows, width] of float32
 
     def attach(self, layout: Layout, rank: int) -> None:
-        """As `RowCodec`."""
+        """Called once, by the exchange that uses it.
+
+        Args:
+            layout: its tables and shards.
+            rank: who sends.
+
+        Raises:
+            ValueError: another exchange uses this object already.
+        """
         if self._layout is not None and self._layout is not layout:
             raise ValueError("these BoundedRows serve another exchange; make new ones")
         self._layout, self._rank = layout, rank
 
     def encode(self, pieces: Sequence[Sequence[Piece]]) -> list[_Bytes]:
-        """As `RowCodec`."""
+        """The messages of one iteration, to each rank; then the next iteration begins.
+
+        Args:
+            pieces: for each rank, those for it; none for the sender itself.
+
+        Returns:
+            For each rank, its message: [nbytes] uint8, empty if it gets no rows.
+        """
         messages = [self._message(rank, parts) for rank, parts in enumerate(pieces)]
         self.bounds.advance()
         return messages
 
     def decode(self, message: _Bytes, rows: Sequence[Tensor]) -> None:
-        """As `RowCodec`."""
+        """Fills tensors with the rows of a message.
+
+        Args:
+            message: [nbytes] uint8, what `encode` made for this rank.
+            rows: for each piece, a tensor of the shape and the dtype that were encoded, on the CPU.
+
+        Raises:
+            CorruptionError: the message is damaged, or has other rows.
+        """
         total = sum(part.numel() for part in rows)
         if total == 0:
             if len(message):
@@ -82,7 +115,15 @@ class BoundedRows:
             part.copy_(values.view_as(part))
 
     def element_nbytes(self, shard: int, itemsize: int) -> float:
-        """As `RowCodec`."""
+        """About how many bytes an element of a shard takes.
+
+        Args:
+            shard: its number.
+            itemsize: bytes of an element as it is.
+
+        Returns:
+            The size of a code with the bits of the last bound; `itemsize` before the first one.
+        """
         bits = self.bounds.bits_of(shard)
         return itemsize if bits is None else bits / 8
 
@@ -91,7 +132,14 @@ class BoundedRows:
         return {"bounds": self.bounds.state_dict(), "lost": dict(self._lost)}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Goes on from where `state_dict` was called."""
+        """Goes on from where `state_dict` was called.
+
+        Args:
+            state: what `state_dict` returned.
+
+        Raises:
+            KeyError: something is missing.
+        """
         self.bounds.load_state_dict(state["bounds"])  # type: ignore[arg-type]
         self._lost = dict(state["lost"])  # type: ignore[call-overload]
 

@@ -44,7 +44,7 @@ _Gather = Callable[[Sequence["Request"]], Sequence[Tensor]]
 class Request(NamedTuple):
     """What all ranks together want of a shard that this rank holds.
 
-    Args:
+    Attributes:
         shard: number of the shard, as `EmbeddingExchange.shards` lists them.
         ids: [n] int64, counted from the first row of the shard.
         offsets: [b + 1] int64: the sums of so many rows are wanted; None: each row is.
@@ -64,7 +64,14 @@ class Request(NamedTuple):
 
 @dataclass
 class Traffic:
-    """What a rank has sent to others, in bytes, and where its time went, in seconds."""
+    """What a rank has sent to others, and where its time went.
+
+    Attributes:
+        ids_nbytes: bytes of messages that ask for rows.
+        rows_nbytes: bytes of messages with rows.
+        gradients_nbytes: bytes of messages with gradients.
+        seconds: time of each phase ("route", "gather", "encode", "wire", "decode", "pool").
+    """
 
     ids_nbytes: int = 0
     rows_nbytes: int = 0
@@ -78,7 +85,11 @@ class Traffic:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Adds the time that the block takes to a phase."""
+        """Adds the time that the block takes to a phase.
+
+        Args:
+            phase: its name in `seconds`.
+        """
         start = time.perf_counter()
         yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
@@ -170,6 +181,9 @@ class EmbeddingExchange:
         Args:
             batch: the bags of each feature; their number may differ between ranks.
 
+        Returns:
+            What `fetch` needs.
+
         Raises:
             ValueError: an id is outside of its table, or offsets do not fit the ids.
             CorruptionError: a message of another rank is damaged.
@@ -192,6 +206,9 @@ class EmbeddingExchange:
 
         Returns:
             The messages for all ranks, and what `answer` needs.
+
+        Raises:
+            ValueError: an id is outside of its table, or offsets do not fit the ids.
         """
         cpu = [bags.cpu() for bags in batch]
         route_ = route(self.layout, cpu, self._element_nbytes(), self.sending)
@@ -205,7 +222,13 @@ class EmbeddingExchange:
 
         Args:
             question: of `ask`.
-            received: the messages of all ranks to this one.
+            received: for each rank, its message to this one; that of this rank itself is ignored.
+
+        Returns:
+            What `fetch` needs.
+
+        Raises:
+            CorruptionError: a message is damaged.
         """
         asked = [self._unpack(received[r], question.route, r) for r in range(self._world)]
         requests = [self._request(i, asked) for i in range(len(self.held))]
@@ -220,7 +243,11 @@ class EmbeddingExchange:
                 [n, width] rows for each, with a gradient if the tables learn.
 
         Returns:
-            For each feature, [bags, dim] of float32.
+            For each feature, [bags, dim] of float32, or of float64 if the tables are.
+
+        Raises:
+            ValueError: `gather` returned rows of another shape or dtype.
+            CorruptionError: a message of another rank is damaged.
         """
         with self._swaps.operation("fetch of embeddings"):
             with self.traffic.timed("gather"):
@@ -282,7 +309,15 @@ class EmbeddingExchange:
         ]
 
     def pool(self, plan: Plan, got: Sequence[Tensor]) -> list[Tensor]:
-        """Bags of each feature, from the rows that `decode_rows` returns; the end of `fetch`."""
+        """The bags of each feature, from their rows; the end of `fetch`.
+
+        Args:
+            plan: of `plan` or `answer`.
+            got: for each width, [n, width] rows, as `decode_rows` returns them.
+
+        Returns:
+            For each feature, [bags, dim] of float32, or of float64 if the tables are.
+        """
         parts: list[list[tuple[int, Tensor]]] = [[] for _ in self.layout.features]
         for blocks, slots, rows in zip(self.layout.blocks, plan.route.slots, got, strict=True):
             pooled = pool(rows, slots.grouping, slots.bags, slots.offsets, slots.weights)
@@ -309,7 +344,15 @@ class EmbeddingExchange:
             return self.decode_rows(plan, rows, received)
 
     def encode_rows(self, plan: Plan, rows: Sequence[Tensor]) -> list[_Bytes]:
-        """The messages with gathered rows, to all ranks."""
+        """The messages with gathered rows, to all ranks.
+
+        Args:
+            plan: of `plan` or `answer`.
+            rows: for each request of the plan, [n, width] gathered rows, on the CPU.
+
+        Returns:
+            For each rank, [nbytes] uint8; empty for this rank itself.
+        """
         pieces = [self._rows_for(plan, rows, rank) for rank in range(self._world)]
         messages = self.forward_codec.encode(pieces)
         self.traffic.rows_nbytes += sum(len(message) for message in messages)
@@ -318,7 +361,19 @@ class EmbeddingExchange:
     def decode_rows(
         self, plan: Plan, rows: Sequence[Tensor], received: Sequence[_Bytes]
     ) -> list[Tensor]:
-        """The rows that this rank asked for, by width, from the messages of all ranks."""
+        """The rows that this rank asked for, from the messages of all ranks.
+
+        Args:
+            plan: of `plan` or `answer`.
+            rows: for each request of the plan, [n, width] gathered rows, on the CPU.
+            received: for each rank, its message to this one; that of this rank itself is ignored.
+
+        Returns:
+            For each width, ascending, [n, width] rows in the dtype of the tables.
+
+        Raises:
+            CorruptionError: a message is damaged, or has other rows.
+        """
         got = self._empty_slots(plan)
         for rank, message in enumerate(received):
             targets = self._slots_of(plan, got, self.layout.held[rank])
@@ -338,7 +393,15 @@ class EmbeddingExchange:
             return self.decode_gradients(plan, grads, received)
 
     def encode_gradients(self, plan: Plan, grads: Sequence[Tensor]) -> list[_Bytes]:
-        """The messages with gradients of the rows that this rank got, to all ranks."""
+        """The messages with gradients of the rows that this rank got, to all ranks.
+
+        Args:
+            plan: of `plan` or `answer`.
+            grads: for each width, [n, width] gradients of the rows that `decode_rows` returned.
+
+        Returns:
+            For each rank, [nbytes] uint8; empty for this rank itself.
+        """
         pieces = [self._gradients_for(plan, grads, rank) for rank in range(self._world)]
         messages = self.backward_codec.encode(pieces)
         self.traffic.gradients_nbytes += sum(len(message) for message in messages)
@@ -347,7 +410,20 @@ class EmbeddingExchange:
     def decode_gradients(
         self, plan: Plan, grads: Sequence[Tensor], received: Sequence[_Bytes]
     ) -> list[Tensor]:
-        """The gradients of the rows that `gather` returned, from the messages of all ranks."""
+        """The gradients of the rows that `gather` returned, from the messages of all ranks.
+
+        Args:
+            plan: of `plan` or `answer`.
+            grads: for each width, [n, width] gradients of the rows that `decode_rows` returned.
+            received: for each rank, its message to this one; that of this rank itself is ignored.
+
+        Returns:
+            For each request of the plan, [n, width] gradients in the dtype of the tables, divided
+            by `divide`.
+
+        Raises:
+            CorruptionError: a message is damaged, or has other gradients.
+        """
         sums = [
             torch.empty(request.n, self.layout.shards[request.shard].shape[1], dtype=self.dtype)
             for request in plan.requests
@@ -415,9 +491,9 @@ class Question(NamedTuple):
     """What a rank asks for a batch.
 
     Attributes:
-        route: what it needs.
-        batch: the bags of each feature.
-        messages: to all ranks.
+        route: what it needs, and how that becomes bags.
+        batch: the bags of each feature, on the CPU.
+        messages: for each rank, [nbytes] uint8; empty for this rank itself.
     """
 
     route: Route
@@ -427,14 +503,28 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The rows that a batch needs: what this rank asked for, and what it was asked for."""
+    """The rows that a batch needs: what this rank asked for, and what it was asked for.
+
+    Attributes:
+        route: what this rank asked for, and how it becomes bags.
+        requests: what all ranks want of each shard that this rank holds.
+        batch: the bags of each feature, on the CPU.
+    """
 
     route: Route
     requests: list[Request]
     batch: list[Bags]
 
     def ids(self, request: Request, rank: int) -> npt.NDArray[np.int64] | None:
-        """The ids of the rows that a rank gets; None if sums were asked for by any rank."""
+        """The ids of the rows that a rank gets of a shard.
+
+        Args:
+            request: one of `requests`.
+            rank: who gets the rows.
+
+        Returns:
+            [n] int64, counted from the first row of the shard; None if a rank asked for sums.
+        """
         if request.offsets is not None:
             return None
         start = sum(request.counts[:rank])

@@ -75,12 +75,19 @@ class EmbeddingBags(nn.Module):
             batch: the ids of each feature.
 
         Returns:
-            For each feature, [bags, dim] of float32.
+            For each feature, [bags, dim] of float32, or of float64 if the tables are.
         """
         return self.exchange.fetch(self.exchange.plan(batch), self.gather)
 
     def gather(self, requests: Sequence[Request]) -> list[Tensor]:
-        """Rows of the shards that this rank holds, as `EmbeddingExchange.fetch` wants them."""
+        """Rows of the shards that this rank holds, as `EmbeddingExchange.fetch` wants them.
+
+        Args:
+            requests: what is wanted of each shard.
+
+        Returns:
+            For each request, [n, width] in the dtype of the tables, with a gradient.
+        """
         return [
             gather_rows(
                 self.tables[self._name(asked.shard)], asked.ids, asked.offsets, asked.counts

@@ -30,7 +30,7 @@ __all__ = ["Bags", "Choice", "Layout", "Route", "Sending", "Slots", "route"]
 class Bags(NamedTuple):
     """One feature of a batch: the ids of each sample.
 
-    Args:
+    Attributes:
         ids: [n] int64.
         offsets: [b + 1] int64, where each bag starts among the ids, and n; None for one id each.
         weights: [n] of floats, what each row is multiplied by, or None.
@@ -70,7 +70,21 @@ class Sending(Enum):
 
 
 class Choice(NamedTuple):
-    """How the rows of a table travelled in a batch, and why. Bytes are both ways of this rank."""
+    """How the rows of a table travelled in a batch, and why.
+
+    Bytes are estimates for this rank's part of the batch: ids, rows and gradients together, also of
+    rows that this rank holds itself.
+
+    Attributes:
+        table: the name of the table.
+        pooled: whether its holder added up the bags.
+        n_bags: how many bags have ids.
+        n_ids: how many ids they have.
+        n_distinct: how many of them are distinct.
+        distinct_nbytes: what sending each distinct row takes.
+        pooled_nbytes: what sending a sum for each bag takes; None if only rows could travel, or no
+            bag has several ids.
+    """
 
     table: str
     pooled: bool
@@ -78,7 +92,7 @@ class Choice(NamedTuple):
     n_ids: int
     n_distinct: int
     distinct_nbytes: int
-    pooled_nbytes: int | None  # None: the holder cannot add up
+    pooled_nbytes: int | None
 
     def __str__(self) -> str:
         distinct = (

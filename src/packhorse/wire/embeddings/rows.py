@@ -26,9 +26,9 @@ _Bytes = npt.NDArray[np.uint8]
 class Piece(NamedTuple):
     """Rows of one shard in a message.
 
-    Args:
+    Attributes:
         shard: its number.
-        rows: [n, width]
+        rows: [n, width] of floats, on the CPU.
         ids: [n] int64, which rows of the shard they are; None if they are sums of rows.
     """
 
@@ -53,12 +53,20 @@ class RowCodec(Protocol):
         """The messages of one iteration, to each rank; their tensors stay as they are.
 
         Args:
-            pieces: for each rank; none for the sender itself.
+            pieces: for each rank, those for it; none for the sender itself.
+
+        Returns:
+            For each rank, its message: [nbytes] uint8.
         """
         ...
 
     def decode(self, message: _Bytes, rows: Sequence[Tensor]) -> None:
-        """Fills `rows`, contiguous tensors of the shapes and dtypes that were encoded.
+        """Fills tensors with the rows of a message.
+
+        Args:
+            message: [nbytes] uint8, what `encode` made for this rank.
+            rows: for each piece, a contiguous tensor of the shape and the dtype that were encoded,
+                on the CPU.
 
         Raises:
             CorruptionError: the message has no such pieces.
@@ -66,22 +74,63 @@ class RowCodec(Protocol):
         ...
 
     def element_nbytes(self, shard: int, itemsize: int) -> float:
-        """About how many bytes an element of a shard takes."""
+        """About how many bytes an element of a shard takes.
+
+        Args:
+            shard: its number.
+            itemsize: bytes of an element as it is.
+
+        Returns:
+            Bytes; an exchange compares what ways of sending would cost by them.
+        """
         ...
 
 
 class RawRows:
-    """Rows as they are, one piece after the other."""
+    """Rows as they are, one piece after the other.
+
+    Example:
+        >>> import numpy as np
+        >>> import torch
+        >>> from packhorse.wire.embeddings import Piece, RawRows
+        >>> piece = Piece(0, torch.ones(3, 16), np.array([4, 7, 9]))
+        >>> _, message = RawRows().encode([[], [piece]])  # nothing for rank 0, 3 rows for rank 1
+        >>> rows = torch.empty(3, 16)
+        >>> RawRows().decode(message, [rows])
+        >>> torch.equal(rows, piece.rows)
+        True
+    """
 
     def attach(self, layout: Layout, rank: int) -> None:
-        """As `RowCodec`."""
+        """Does nothing: rows as they are need to know no tables.
+
+        Args:
+            layout: tables and shards of the exchange.
+            rank: who sends.
+        """
 
     def encode(self, pieces: Sequence[Sequence[Piece]]) -> list[_Bytes]:
-        """As `RowCodec`."""
+        """The messages of one iteration, to each rank.
+
+        Args:
+            pieces: for each rank, those for it; none for the sender itself.
+
+        Returns:
+            For each rank, its message: [nbytes] uint8, empty if it gets no rows.
+        """
         return [_joined([as_bytes(piece.rows) for piece in parts]) for parts in pieces]
 
     def decode(self, message: _Bytes, rows: Sequence[Tensor]) -> None:
-        """As `RowCodec`."""
+        """Fills tensors with the rows of a message.
+
+        Args:
+            message: [nbytes] uint8, what `encode` made for this rank.
+            rows: for each piece, a contiguous tensor of the shape and the dtype that were encoded,
+                on the CPU.
+
+        Raises:
+            CorruptionError: the message has another length than these rows.
+        """
         total = sum(part.nbytes for part in rows)
         if len(message) != total:
             raise CorruptionError(f"{len(message)} bytes of rows came, {total} were asked for")
@@ -91,7 +140,15 @@ class RawRows:
             at += part.nbytes
 
     def element_nbytes(self, shard: int, itemsize: int) -> float:
-        """As `RowCodec`."""
+        """How many bytes an element takes.
+
+        Args:
+            shard: its number.
+            itemsize: bytes of an element as it is.
+
+        Returns:
+            `itemsize`.
+        """
         return itemsize
 
 

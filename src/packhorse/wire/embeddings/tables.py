@@ -16,7 +16,13 @@ __all__ = ["Block", "Shard", "Table", "blocks_of", "by_columns", "by_rows", "on_
 
 
 class Shard(NamedTuple):
-    """A part of a table: `table[rows[0]:rows[1], columns[0]:columns[1]]` lies on `rank`."""
+    """A part of a table: `table[rows[0]:rows[1], columns[0]:columns[1]]` lies on `rank`.
+
+    Attributes:
+        rank: who holds it.
+        rows: its first row, and the row after its last one.
+        columns: its first column, and the column after its last one.
+    """
 
     rank: int
     rows: tuple[int, int]
@@ -32,7 +38,7 @@ class Shard(NamedTuple):
 class Table:
     """An embedding table, and where its shards lie.
 
-    Args:
+    Attributes:
         name: its name; no other table has it.
         rows: how many ids it has.
         dim: the length of a row.
@@ -60,12 +66,46 @@ class Table:
 
 
 def on_rank(name: str, rows: int, dim: int, rank: int, *, mean: bool = False) -> Table:
-    """A table that lies on one rank, whole (table-wise)."""
+    """A table that lies on one rank, whole (table-wise).
+
+    Args:
+        name: its name; no other table has it.
+        rows: how many ids it has.
+        dim: the length of a row.
+        rank: who holds it.
+        mean: bags are the mean of their rows, not the sum.
+
+    Returns:
+        The table, with one shard.
+
+    Example:
+        >>> from packhorse.wire.embeddings import on_rank
+        >>> on_rank("user", 1_000, 16, rank=1).shards
+        (Shard(rank=1, rows=(0, 1000), columns=(0, 16)),)
+    """
     return Table(name, rows, dim, (Shard(rank, (0, rows), (0, dim)),), mean=mean)
 
 
 def by_rows(name: str, rows: int, dim: int, world: int, *, mean: bool = False) -> Table:
-    """A table of which each of `world` ranks holds as many rows (row-wise), as torchrec cuts it."""
+    """A table of which each rank holds as many rows (row-wise), as torchrec cuts it.
+
+    If the rows do not divide evenly, the last ranks hold fewer, or none.
+
+    Args:
+        name: its name; no other table has it.
+        rows: how many ids it has.
+        dim: the length of a row.
+        world: how many ranks there are.
+        mean: bags are the mean of their rows, not the sum.
+
+    Returns:
+        The table, with at most one shard on each rank.
+
+    Example:
+        >>> from packhorse.wire.embeddings import by_rows
+        >>> [shard.rows for shard in by_rows("user", 1_000, 16, world=3).shards]
+        [(0, 334), (334, 668), (668, 1000)]
+    """
     size = -(-rows // world)
     cuts = [min(size * rank, rows) for rank in range(world + 1)]
     shards = (Shard(rank, (cuts[rank], cuts[rank + 1]), (0, dim)) for rank in range(world))
@@ -77,8 +117,23 @@ def by_columns(
 ) -> Table:
     """A table of which each of `ranks` holds as many columns (column-wise).
 
+    Args:
+        name: its name; no other table has it.
+        rows: how many ids it has.
+        dim: the length of a row.
+        ranks: who holds the columns, from the first ones to the last ones.
+        mean: bags are the mean of their rows, not the sum.
+
+    Returns:
+        The table, with a shard for each entry of `ranks`.
+
     Raises:
         ValueError: `dim` is not a multiple of the number of ranks.
+
+    Example:
+        >>> from packhorse.wire.embeddings import by_columns
+        >>> [shard.columns for shard in by_columns("user", 1_000, 16, ranks=[0, 1]).shards]
+        [(0, 8), (8, 16)]
     """
     if not ranks or dim % len(ranks):
         raise ValueError(f"table {name}: {dim} columns cannot be shared by {len(ranks)} ranks")
