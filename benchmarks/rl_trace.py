@@ -206,6 +206,7 @@ def _report(folder: Path, results: Path, command: list[str]) -> None:
         raise FileNotFoundError(f"there is no trace in {folder}; make it with `make rl-trace`")
     rows = [summary(rate, records) for rate, records in found.items()]
     document = {
+        "kind": "rl_trace",
         "date": datetime.date.today().isoformat(),
         "command": " ".join(command),
         "machine": machine.describe(),
