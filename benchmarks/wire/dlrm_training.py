@@ -40,7 +40,8 @@ PICTURE = ROOT / "docs" / "dlrm_training.svg"
 def main() -> None:
     """Runs the command line."""
     args = _arguments()
-    found = json.loads(args.output.read_text()) if args.output.exists() else {"kind": "dlrm", "runs": {}}
+    empty = {"kind": "dlrm", "runs": {}}
+    found = json.loads(args.output.read_text()) if args.output.exists() else empty
     for arm in [] if args.picture else args.arms:
         start = time.perf_counter()
         run = train_alone(arm, args) if args.one_process else train_on_ranks(arm, args)
