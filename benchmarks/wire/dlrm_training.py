@@ -35,6 +35,11 @@ from packhorse.wire.embeddings import on_rank  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results" / "dlrm.json"
 PAGE = ROOT / "docs" / "dlrm.md"
 PICTURE = ROOT / "docs" / "dlrm_training.svg"
+DENSE_RATE, SPARSE_RATE = 1e-3, 0.05
+# Over this share of the steps, at the end, the learning rates fall to zero. The weights come to rest,
+# so that the AUC of two runs does not differ by where they happened to be.
+DECAY = 1 / 3
+CURVE = 8  # so often is the AUC measured
 
 
 def main() -> None:
@@ -124,15 +129,17 @@ def train(arm: str, ranks: Ranks, settings: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(settings["seed"])
     model = Model(len(rows), dim)
     ranks.set_up(tables, settings["seed"], lambda: options_of(arm, iterations=steps // 2))
-    dense = torch.optim.Adam(model.parameters(), lr=1e-3)
+    dense = torch.optim.Adam(model.parameters(), lr=DENSE_RATE)
     losses, curve = [], []
     for step in range(steps):
         parts = [teacher.batch(step, batch, rank, world) for rank in ranks.own]
         model.zero_grad()
         losses.append(ranks.backward(model, parts))
+        share = min(1, (steps - step) / (steps * DECAY))
+        dense.param_groups[0]["lr"] = share * DENSE_RATE
         dense.step()
-        ranks.adagrad(lr=0.05)
-        if (step + 1) % -(-steps // 3) == 0 or step + 1 == steps:
+        ranks.adagrad(lr=share * SPARSE_RATE)
+        if (step + 1) % -(-steps // CURVE) == 0 or step + 1 == steps:
             curve.append([step + 1, measure_auc(model, ranks, teacher)])
             recent = losses[-50:]
             text = (
