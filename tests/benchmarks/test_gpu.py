@@ -1,4 +1,4 @@
-"""The benchmarks on GPUs: the whole command on a tiny scale, its message without a GPU, and the
+"""The benchmarks on GPUs: the whole commands on a tiny scale, its message without a GPU, and the
 page of predictions."""
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import checks, device, parts, peers, predictions, repeats, workers
+from benchmarks.gpu import checks, collectives, device, parts, peers, predictions, repeats, workers
 from packhorse.device.autotune import predictor, tune
 from packhorse.device.strategy import Choice, Strategy
 from packhorse.gpu.models import PRESETS
@@ -26,9 +26,9 @@ ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "benchmarks" / "gpu.py"
 
 
-def run_tool(*words: object) -> "subprocess.CompletedProcess[str]":
+def run_tool(*words: object, form: str = "device") -> "subprocess.CompletedProcess[str]":
     environment = os.environ | {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(TOOL), "device", *map(str, words)]
+    command = [sys.executable, str(TOOL), form, *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
 
 
@@ -53,8 +53,23 @@ def test_every_part_runs_on_a_tiny_scale(tmp_path: Path) -> None:
     ]
 
 
+def test_collectives_run_on_a_tiny_scale(tmp_path: Path) -> None:
+    out = tmp_path / "kept.json"
+    done = run_tool("--smoke", "--rounds", 1, "--out", out, form="collectives")
+    assert done.returncode == 0, done.stdout + done.stderr
+    kept = json.loads(out.read_text())
+    assert kept["card"] == "none: interpreted"
+    assert kept["command"].startswith("benchmarks/gpu.py collectives --smoke")
+    assert [(row["codec"], row["dtype"]) for row in kept["codecs"]] == [
+        (codec, dtype) for dtype in ("bfloat16", "float32") for codec in ("exponents", "bounded")
+    ]
+    assert [row["operation"] for row in kept["rows"]] == [*collectives.OPERATIONS] * 2
+    assert all(row["same_bits"] and row["ratio"] > 1.1 for row in kept["rows"])
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_without_a_gpu_it_says_what_to_do() -> None:
+    assert run_tool(form="collectives").returncode == 3
     done = run_tool()
     assert done.returncode == 3
     assert "--smoke" in done.stderr

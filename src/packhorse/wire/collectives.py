@@ -1,7 +1,6 @@
 """`Collectives`: PyTorch's collectives, values in and values out, that send fewer bytes.
 
-Arguments are checked here; `ways` runs an operation, `selector` says in which way. Tensors on
-a device travel as PyTorch sends them, because frames are encoded on the host only.
+Arguments are checked here; `ways` runs an operation, `selector` says in which way.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from packhorse.layout import Level
 from packhorse.wire import torch_ways
 from packhorse.wire.backend import dist, torch
 from packhorse.wire.carrier import Carrier, Effort
+from packhorse.wire.device_ways import is_on_device, why_not
 from packhorse.wire.peers import Peers, as_timeout
 from packhorse.wire.pending import Background, Pending
 from packhorse.wire.rounds import PIECE_NBYTES
@@ -28,7 +28,7 @@ __all__ = ["Collectives"]
 
 _CHOICES = ("auto", "packed", "raw")
 _ASKING = 0xFFFF  # the way, in a statement that asks
-_ON_DEVICE = "tensors on a device travel as PyTorch sends them: frames are encoded on the host only"
+_ON_DEVICE = "on a device nothing is measured: pass choice='packed' or rates to have it packed"
 
 
 class Collectives:
@@ -45,7 +45,8 @@ class Collectives:
     Args:
         group: the process group; None for the default one.
         choice: "auto" to measure and take what is faster, "packed" to pack always, "raw" to run
-            PyTorch's own collectives always.
+            PyTorch's own collectives always. On a device "auto" does not measure; it packs only
+            if `rates` say that it is faster.
         level: how hard to pack: "fast", "default" or "max".
         timeout: how long a transfer may take, waiting for other ranks included; a duration, or
             seconds. None for five minutes.
@@ -83,6 +84,7 @@ class Collectives:
         options = {"choice": choice, "level": resolved.name.lower(), "rates": repr(rates)}
         self._peers = Peers(group, as_timeout(timeout), {"object": "Collectives", **options})
         self._choice = choice
+        self._rates = rates
         self._ways = Ways(Carrier(self._peers, resolved, resolve_threads(threads)))
         self._selector = Selector(self._peers.size, rates)
         self._background = Background()
@@ -333,7 +335,7 @@ class Collectives:
         def call() -> None:
             self._run(key, nbytes, output, input, run)
 
-        if async_op and output.device.type != "cpu":
+        if async_op and is_on_device(output):
             call()  # puts it into the stream of the caller's thread, and does not wait
             return Pending.done(output)
         if async_op:
@@ -367,18 +369,31 @@ class Collectives:
     def _choose_and_run(
         self, key: Key, nbytes: int, target: torch.Tensor, run: Callable[[Arm], Effort]
     ) -> None:
-        if target.device.type != "cpu":
-            self._selector.note(key, Arm.TORCH, _ON_DEVICE)
-            with self._peers.operation(key.operation):
-                run(Arm.TORCH)
-            return
         if key.size_class is not None and not nbytes:
             return  # on all ranks
+        choose = self._choose_on_device if is_on_device(target) else self._choose
         with self._peers.operation(key.operation):
-            choice = self._choose(key, nbytes, target)
+            choice = choose(key, nbytes, target)
             start = time.perf_counter()
             effort = run(choice.arm)
             self._selector.learn(key, choice, time.perf_counter() - start, effort)
+
+    def _choose_on_device(self, key: Key, nbytes: int, target: torch.Tensor) -> Choice:
+        why = why_not(target)
+        if self.size == 1:
+            why = "there is one rank, so nothing is sent"
+        elif self._choice == "raw":
+            why = "choice is raw"
+        elif why is None and self._choice == "packed":
+            self._selector.note(key, Arm.PACKED, "choice is packed")
+            return Choice(Arm.PACKED)
+        elif why is None and self._rates is None:
+            why = _ON_DEVICE
+        choice = None if why else self._selector.glance(key, [Arm.TORCH, Arm.PACKED], nbytes)
+        if choice is None:
+            self._selector.note(key, Arm.TORCH, why or _ON_DEVICE)
+            return Choice(Arm.TORCH)
+        return choice
 
     def _choose(self, key: Key, nbytes: int, target: torch.Tensor) -> Choice:
         is_move = key.operation not in ("reduce_scatter", "all_reduce")

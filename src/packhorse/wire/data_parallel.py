@@ -2,7 +2,7 @@
 
 Both are lossless: PyTorch's own would compute the same bits, on two ranks; on more, PyTorch adds
 gradients in an order of its own (sums.py). PyTorch's public hooks are used, and nothing is patched.
-Tensors on a device travel as PyTorch sends them (`Collectives`).
+Tensors on a device are packed there if the `Collectives` were made with `choice="packed"`.
 
 DDP compares the annotations of its hook with types, so this module leaves them evaluated.
 """

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from packhorse import _core
 from packhorse.errors import CompatibilityError, CorruptionError
+from packhorse.wire import torch_ways
 from packhorse.wire.backend import torch
 from packhorse.wire.handshake import agree_or_raise
 from packhorse.wire.peers import Peers
@@ -62,7 +63,11 @@ class Statement(NamedTuple):
 
 
 def exchange_statements(
-    peers: Peers, mine: Sequence[Statement], words: Sequence[str]
+    peers: Peers,
+    mine: Sequence[Statement],
+    words: Sequence[str],
+    *,
+    device: torch.device | None = None,
 ) -> list[Statement]:
     """States something to each rank, and reads what each states to this one.
 
@@ -71,6 +76,7 @@ def exchange_statements(
         mine: the statement for each rank.
         words: what `argument` means, for messages: its name, and the name of each value if it is
             an index.
+        device: whose memory the statements travel through, where the group's backend needs that.
 
     Returns:
         The statement of each rank.
@@ -80,11 +86,16 @@ def exchange_statements(
         CompatibilityError: ranks are in different operations, or state different dtypes or sizes.
     """
     text = bytearray().join([statement.to_bytes() for statement in mine])
-    output = torch.empty(len(text), dtype=torch.uint8)
     lengths = [NBYTES] * peers.size
     sent = torch.frombuffer(text, dtype=torch.uint8)
-    peers.wait(peers.all_to_all(output, sent, lengths, lengths))
-    found = output.numpy().tobytes()
+    output = torch.empty(len(text), dtype=torch.uint8, device=device)
+    if device is None:
+        peers.wait(peers.all_to_all(output, sent, lengths, lengths))
+    else:
+        sent = sent.to(device)
+        work = peers.begin(torch_ways.all_to_all, output, sent, lengths, lengths)
+        peers.wait_on_device(work)
+    found = output.cpu().numpy().tobytes()
     stated = [
         _read(peers, rank, found[rank * NBYTES : (rank + 1) * NBYTES]) for rank in range(peers.size)
     ]

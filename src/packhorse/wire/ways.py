@@ -1,7 +1,7 @@
 """The ways to run each collective: by PyTorch itself, in pieces, or packed.
 
-The functions here trust their arguments, which `Collectives` has checked. Tensors are contiguous
-and in host memory.
+The functions here trust their arguments, which `Collectives` has checked. Tensors are contiguous.
+Those on a device are packed there (device_ways.py).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from packhorse.errors import CompatibilityError
 from packhorse.wire import torch_ways
 from packhorse.wire.backend import dist, torch
 from packhorse.wire.carrier import Carrier, Delivery, Effort
+from packhorse.wire.device_ways import DeviceWays, is_on_device
 from packhorse.wire.dtypes import bytes_of, frame_dtype, tensor_of
 from packhorse.wire.rounds import PIECE_NBYTES, n_pieces_of, piece_of
 from packhorse.wire.selector import Arm
@@ -38,6 +39,7 @@ class Ways:
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
         self._peers = carrier.peers
+        self._on_device = DeviceWays(carrier.peers)
         self._scratch: list[ByteArray] = []
 
     def _run(
@@ -45,10 +47,10 @@ class Ways:
     ) -> Effort:
         """Runs a collective of PyTorch."""
         work = self._peers.begin(collective, tensor, *args)
-        if tensor.device.type == "cpu":
-            self._peers.wait(work)
-        else:
+        if is_on_device(tensor):
             self._peers.wait_on_device(work)
+        else:
+            self._peers.wait(work)
         return Effort()
 
     def _carry(self, delivery: Delivery, arm: Arm) -> Effort:
@@ -79,6 +81,8 @@ class Ways:
             return self._run(
                 torch_ways.all_to_all, output, input, list(output_nbytes), list(input_nbytes)
             )
+        if is_on_device(input):
+            return self._on_device.all_to_all(output, input, output_nbytes, input_nbytes)
         sent = _cut(bytes_of(input), input_nbytes)
         received = _cut(bytes_of(output), output_nbytes)
         np.copyto(received[peers.rank], sent[peers.rank])
@@ -95,6 +99,8 @@ class Ways:
         """`all_gather_into_tensor`."""
         if arm == Arm.TORCH:
             return self._run(torch_ways.all_gather, output, input)
+        if is_on_device(input):
+            return self._on_device.all_gather(output, input)
         size, mine = self._peers.size, bytes_of(input)
         parts = _cut(bytes_of(output), [mine.size] * size)
         np.copyto(parts[self._peers.rank], mine)
@@ -118,6 +124,8 @@ class Ways:
         """`broadcast`; the root is a rank of the group."""
         if arm == Arm.TORCH:
             return self._run(torch_ways.broadcast, tensor, root)
+        if is_on_device(tensor):
+            return self._on_device.broadcast(tensor, root)
         rank, size, data = self._peers.rank, self._peers.size, bytes_of(tensor)
         is_root = rank == root
         outgoing = [data if is_root and i != rank else _EMPTY for i in range(size)]
@@ -136,6 +144,8 @@ class Ways:
         if arm == Arm.TORCH:
             op = getattr(dist.ReduceOp, name)
             return self._run(torch_ways.reduce_scatter, output, input, op)
+        if is_on_device(input):
+            return self._on_device.reduce_scatter(output, input, name)
         result = bytes_of(output)
         parts = _cut(bytes_of(input), [result.size] * self._peers.size)
         return self._reduce(arm, "rs", input, parts, result, name)
@@ -145,6 +155,8 @@ class Ways:
         if arm == Arm.TORCH:
             op = getattr(dist.ReduceOp, name)
             return self._run(torch_ways.all_reduce, tensor, op)
+        if is_on_device(tensor):
+            return self._on_device.all_reduce(tensor, name)
         size, n = self._peers.size, tensor.numel()
         lengths = [(n * (i + 1) // size - n * i // size) * tensor.itemsize for i in range(size)]
         parts = _cut(bytes_of(tensor), lengths)
