@@ -47,6 +47,7 @@ from packhorse.layout import (
 )
 from packhorse.numpy import FRAMEWORK as NUMPY
 from packhorse.wire.pieces import PieceEncoder, capacity_of, finish
+from packhorse.wire.repeats import RowFinder, RowMemory
 from packhorse.wire.updates import DeltaSender, Shards
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "samples"))
@@ -324,16 +325,27 @@ def frame_seeds() -> Seeds:
 def piece_seeds() -> Seeds:
     """Control, dtype, elements of the piece, message."""
     whole = [dtype for dtype in DTYPES if dtype.bits % 8 == 0]
-    for number, (row, kind) in enumerate(product(whole, ("weights", "noise"))):
-        data = make_units(kind, row, 300)
+    kinds = ("weights", "noise", "weights_rows", "noise_rows")
+    for number, (row, kind) in enumerate(product(whole, kinds)):
+        values, _, has_rows = kind.partition("_")
+        data = make_units(values, row, 2048 if has_rows else 300)
         piece = np.frombuffer(data, np.uint8)
+        if has_rows:  # of 64 bytes, after one in an earlier piece
+            rows = piece[:2048].reshape(-1, 64)[np.arange(96) * 7 % 37 % 32]
+            piece = np.concatenate([np.arange(64, dtype=np.uint8), rows.reshape(-1)])
+        start = 64 if has_rows else 0
         memory = np.empty(capacity_of(row.name, piece.size), np.uint8)
-        level = None if number % 7 == 0 else Level(1 + number % 3)
-        message = memory[: PieceEncoder(row.name, level, 1).encode(piece, memory)]
+        level = None if number % 7 == 0 and not has_rows else Level(1 + number % 3)
+        finder = RowFinder(RowMemory(), [piece], 64, has_past=True)
+        encoder = PieceEncoder(row.name, level, 1, finder)
+        message = memory[: encoder.encode(piece, start, memory)]
         finish(message, number)
-        n = 8 * piece.size // row.bits
-        head = struct.pack("<BBH", number * 8 + number % 8 & 0xFF, whole.index(row), n)
-        yield f"{row.name}-{kind}", head + message.tobytes()
+        n = 8 * (piece.size - start) // row.bits
+        control = (start // 64) << 5 | number % 4 << 3 | number % 8
+        yield (
+            f"{row.name}-{kind}",
+            struct.pack("<BBH", control, whole.index(row), n) + message.tobytes(),
+        )
 
 
 def _tensors(number: int) -> dict[str, tuple[DType, bytes]]:

@@ -36,8 +36,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "dlrm.json"
 PAGE = ROOT / "docs" / "dlrm.md"
 PICTURE = ROOT / "docs" / "dlrm_training.svg"
 DENSE_RATE, SPARSE_RATE = 1e-3, 0.05
-# Over this share of the steps, at the end, the learning rates fall to zero. The weights come to rest,
-# so that the AUC of two runs does not differ by where they happened to be.
+# Over this share of the steps, at the end, the learning rates fall to zero: so the AUC of two runs
+# does not differ by where their weights happened to be.
 DECAY = 1 / 3
 CURVE = 8  # so often is the AUC measured
 

@@ -16,6 +16,7 @@ _Elements = NDArray[np.uint16]  # (rows, columns)
 _Planes = NDArray[np.uint8]  # (rows, bytes of a row)
 _Numbers = NDArray[np.int32]
 _Addresses = NDArray[np.uint64]
+_Slots = NDArray[np.uint64]
 _Floats = NDArray[np.float32]
 _Doubles = NDArray[np.float64]
 
@@ -139,6 +140,24 @@ def crc32c(src: _Bytes | bytes) -> int: ...
 def leaf_digests(src: _Bytes, digests: _Bytes, threads: int) -> None: ...
 def copy_with_leaves(src: _Bytes, dst: _Bytes, leaves: _Bytes) -> None: ...
 def gather_rows(sources: _Addresses, dst: _Bytes) -> None: ...
+def guess_row_nbytes(part: _Bytes, hint: int) -> int: ...
+def find_repeats(
+    part: _Bytes,
+    start: int,
+    row_nbytes: int,
+    has_past: bool,
+    slots: _Slots,
+    tokens: _Bytes,
+    literals: _Bytes,
+) -> tuple[int, int]: ...
+def restore_rows(
+    memory: _Bytes,
+    start: int,
+    literals_nbytes: int,
+    row_nbytes: int,
+    skipped_nbytes: int,
+    tokens: _Bytes,
+) -> bool: ...
 def add_to_moments(mean: _Doubles, squares: _Doubles, rows: list[_Floats], count: int) -> None: ...
 def will_need(ranges: list[memoryview]) -> None: ...
 def plan_chunks(

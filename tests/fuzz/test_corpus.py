@@ -147,7 +147,8 @@ def test_pieces_decode() -> None:
             int.from_bytes(seed[2:4], "little") * whole[seed[1]].bits // 8,
         )
         assert name.rpartition("-")[0] == dtype.name
-        piece = np.empty(nbytes, np.uint8)
-        decode_piece(np.frombuffer(seed[4:], np.uint8), dtype.name, piece, 1)
+        start = (seed[0] >> 5) * 64
+        memory = np.arange(start + nbytes).astype(np.uint8)
+        decode_piece(np.frombuffer(seed[4:], np.uint8), dtype.name, memory, 1, start)
         kinds.add(seed[4 + 8])
     assert kinds == set(Kind)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from packhorse.wire import Collectives, handshake
-from packhorse.wire.statement import _FIELDS, NBYTES, Statement
+from packhorse.wire.statement import NBYTES, Statement
 
 N = 3_000_000  # elements of float32: a dozen pieces
 Tamper = Callable[[int, torch.Tensor], None]
@@ -40,7 +40,7 @@ def errors_of(fault: str, operation: str, choice: str, timeout: float) -> list[s
         if rank == 1 and fault == "raises":
             _tamper_with(collectives, _raise)
         try:
-            _run(collectives, operation, x, swap=fault == "another operation" and rank == 1)
+            _run(collectives, operation, x, fault if rank == 1 else "")
         except Exception as error:
             found.append(f"{type(error).__name__}: {error}")
         else:
@@ -48,14 +48,14 @@ def errors_of(fault: str, operation: str, choice: str, timeout: float) -> list[s
     return found
 
 
-def _run(collectives: Collectives, operation: str, x: torch.Tensor, *, swap: bool) -> None:
-    size = collectives.size
-    if swap:
+def _run(collectives: Collectives, operation: str, x: torch.Tensor, fault: str) -> None:
+    size, label = collectives.size, "other" if fault == "another label" else ""
+    if fault == "another operation":
         operation = {"all_gather": "all_reduce"}.get(operation, "all_gather")
     if operation == "all_gather":
-        collectives.all_gather(torch.empty(size * x.numel(), dtype=x.dtype), x)
+        collectives.all_gather(torch.empty(size * x.numel(), dtype=x.dtype), x, label=label)
     elif operation == "broadcast":
-        collectives.broadcast(x, 1)
+        collectives.broadcast(x, 0 if fault == "another root" else 1)
     elif operation == "all_to_all_single":
         splits = [x.numel() // size] * size
         coming = [N // size] * size
@@ -63,7 +63,13 @@ def _run(collectives: Collectives, operation: str, x: torch.Tensor, *, swap: boo
         out = torch.empty(sum(coming), dtype=x.dtype)
         collectives.all_to_all_single(out, x[: sum(splits)], coming, splits)
     else:
-        collectives.all_reduce(x)
+        is_other = fault == "another reduction"
+        op = dist.ReduceOp.MAX if is_other else dist.ReduceOp.SUM
+        if operation == "all_reduce":
+            collectives.all_reduce(x, op)
+        else:
+            whole = x[: x.numel() // size * size]
+            collectives.reduce_scatter(torch.empty(whole.numel() // size), whole, op)
 
 
 def _tamper_with(collectives: Collectives, tamper: Tamper) -> None:
@@ -101,8 +107,7 @@ def _lie(n: int, input: torch.Tensor) -> None:
         return
     data = input.numpy()
     for start in range(0, data.size, NBYTES):
-        _, number, what, *rest = _FIELDS.unpack_from(data, start)
-        stated = Statement(number, what.rstrip(b"\0").decode(), *rest)
+        stated = Statement.from_bytes(data[start : start + NBYTES].tobytes())
         text = stated._replace(first=0xFFFFFFF0, second=0xFFFFFFF0).to_bytes()
         data[start : start + NBYTES] = memoryview(bytearray(text))
 

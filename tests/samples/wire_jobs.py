@@ -206,6 +206,31 @@ def layouts() -> list[bool]:
     return found
 
 
+def repeated_rows(dtype: torch.dtype, width: int) -> tuple[list[bool], list[float]]:
+    """Whether rows that repeat arrived in every collective, and what packing made of them."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    collectives, good = Collectives(choice="packed", timeout=30), []
+    n = (3 << 19) // (width * dtype.itemsize) * size  # pieces end within rows
+    ids = [np.random.default_rng(i).zipf(1.3, n) % 600 for i in range(size)]
+    batches = [weights(600 * width, dtype, i).view(600, width)[ids[i]] for i in range(size)]
+    mine, part = batches[rank], n // size
+    expected = torch.cat([batch[rank * part :][:part] for batch in batches])
+    for source, target in ((mine, torch.empty_like(mine)), (mine.flatten().clone(),) * 2):
+        collectives.all_to_all_single(target, source)  # the second one in place
+        good.append(same(target.view(n, width), expected))
+    gathered = torch.empty(size, n, width, dtype=dtype)
+    collectives.all_gather(gathered, mine)
+    good.append(same(gathered, torch.stack(batches)))
+    found = batches[0].clone() if rank == 0 else torch.zeros_like(mine)
+    collectives.broadcast(found, 0)
+    good.append(same(found, batches[0]))
+    sparse = [torch.where(torch.arange(n)[:, None] % 3 == 0, one, 0) for one in batches]
+    found = sparse[rank].clone()
+    collectives.all_reduce(found, dist.ReduceOp.MAX)
+    good.append(same(found, _reduced(sparse, "MAX")))
+    return good, [row.ratio for row in collectives.rows() if row.ratio]
+
+
 def in_background(n: int) -> list[bool]:
     """Collectives that go on together, and one that waits for them."""
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -66,8 +66,38 @@ def test_ranks_that_disagree_are_named(fault: str, words: str, tmp_path: Path) -
     assert re.match(words, next(iter(found))), found
 
 
-def test_parts_that_do_not_fit_are_named(tmp_path: Path) -> None:
-    job = ("another size", "all_to_all_single", "packed", 20)
+@pytest.mark.parametrize("choice", ["auto", "packed"])
+@pytest.mark.parametrize(
+    ("fault", "operation", "words"),
+    [
+        ("another root", "broadcast", r"the root differs among the ranks \(.*: 1; rank 1: 0\)"),
+        ("another reduction", "all_reduce",
+         r"the reduction differs among the ranks \(.*: SUM; rank 1: MAX\)"),
+        ("another reduction", "reduce_scatter",
+         r"the reduction differs among the ranks \(.*: SUM; rank 1: MAX\)"),
+    ],
+)  # fmt: skip
+def test_arguments_that_differ_are_named(
+    choice: str, fault: str, operation: str, words: str, tmp_path: Path
+) -> None:
+    # PyTorch's own way, which is the first with "auto", would not find any of them.
+    job = (fault, operation, choice, 20)
+    found = errors(run_ranks(3, jobs.errors_of, *job, store=tmp_path / "store"))
+    assert len(found) == 1, found
+    assert re.match(f"CompatibilityError: {words}", next(iter(found))), found
+
+
+def test_labels_that_differ_are_named(tmp_path: Path) -> None:
+    job = ("another label", "all_gather", "auto", 20)
+    found = errors(run_ranks(3, jobs.errors_of, *job, store=tmp_path / "store"))
+    assert len(found) == 1, found
+    words = "CompatibilityError: label differs among the ranks (ranks 0, 2: none; rank 1: other)"
+    assert next(iter(found)).startswith(words)
+
+
+@pytest.mark.parametrize("choice", ["auto", "packed"])
+def test_parts_that_do_not_fit_are_named(choice: str, tmp_path: Path) -> None:
+    job = ("another size", "all_to_all_single", choice, 20)
     found = errors(run_ranks(3, jobs.errors_of, *job, store=tmp_path / "store"))
     assert len(found) == 1, found
     assert re.match(r"CompatibilityError: rank . sends \d+ bytes to rank ., which expects", *found)

@@ -22,7 +22,7 @@ WHOLE = [dtype.name for dtype in DTYPES if dtype.bits % 8 == 0]
 
 def message_of(piece: ByteArray, dtype: str, level: Level | None = Level.DEFAULT) -> ByteArray:
     memory = np.empty(capacity_of(dtype, piece.size), np.uint8)
-    length = PieceEncoder(dtype, level, 1).encode(piece, memory)
+    length = PieceEncoder(dtype, level, 1).encode(piece, 0, memory)
     finish(memory[:length], 77)
     return memory[:length]
 
@@ -57,7 +57,7 @@ def test_kinds_are_chosen_by_what_they_save() -> None:
     encoder, memory = PieceEncoder("BF16", Level.DEFAULT, 1), np.empty(20_000, np.uint8)
     kinds = []
     for piece in [noise(9000)] + [weights(4500)] * 9:
-        encoder.encode(piece, memory)
+        encoder.encode(piece, 0, memory)
         kinds.append(Kind(memory[8]))
     assert kinds == [Kind.RAW] * 8 + [Kind.FRAME] * 2  # seven are not tried
     assert encoder.nbytes == 90_000

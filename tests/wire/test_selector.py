@@ -50,6 +50,41 @@ def test_nothing_is_lost_against_the_best_way(pieces: float, packed: float, nois
     assert total <= (1.03 if not noise else 1.06) * n_calls * min(seconds.values())
 
 
+@pytest.mark.parametrize("seconds", [(13.7, 10.0, 9.95), (10.0, 10.2, 9.0), (9.0, 11.0, 9.5)])
+def test_a_cold_first_call_is_not_held_against_a_way(seconds: tuple[float, ...]) -> None:
+    """Of each way the first call takes five times as long: it takes fresh memory."""
+    for cold in (Arm.TORCH, Arm.PIECES, Arm.PACKED):
+        has_run = set()
+
+        def times(arm: Arm, call: int, cold: Arm = cold, has_run: set[Arm] = has_run) -> float:
+            del call
+            is_cold = arm == cold and arm not in has_run
+            has_run.add(arm)
+            return seconds[arm] * (5 if is_cold else 1) / 1e3
+
+        selector = Selector(2)
+        for call in range(45):
+            choice = selector.glance(KEY, ARMS, NBYTES)
+            choice = choice or selector.ask(KEY, selector.own_seconds(KEY), NBYTES)
+            selector.learn(KEY, choice, times(choice.arm, call), Effort())
+        assert seconds[selector.rows()[0].arm] <= 1.02 * min(seconds)
+
+
+@pytest.mark.parametrize("seconds", [(13.7, 10.0, 9.95), (13.7, 10.0, 9.0), (10.0, 9.0, 8.8)])
+def test_ways_that_are_close_are_told_apart_in_spite_of_noise(seconds: tuple[float, ...]) -> None:
+    """With noise of 10 %, calls after the first trial take 2 % more than the best at most."""
+    excess = []
+    for seed in range(200):
+        generator, selector = np.random.default_rng(seed), Selector(2)
+        for _ in range(30):
+            choice = selector.glance(KEY, ARMS, NBYTES)
+            choice = choice or selector.ask(KEY, selector.own_seconds(KEY), NBYTES)
+            spent = seconds[choice.arm] * generator.lognormal(0, 0.1)
+            selector.learn(KEY, choice, spent / 1e3, Effort())
+        excess.append(seconds[selector.rows()[0].arm] / min(seconds) - 1)
+    assert np.mean(excess) <= 0.02
+
+
 def test_a_link_that_changes_is_noticed() -> None:
     def times(arm: Arm, call: int) -> float:
         is_slow = call >= 1000
@@ -78,7 +113,7 @@ def test_the_table_says_why() -> None:
     seconds = {Arm.TORCH: 0.030, Arm.PIECES: 0.031, Arm.PACKED: 0.020}
     _, selector = play(lambda arm, call: seconds[arm], 50)
     row = selector.rows()[0]
-    assert (row.arm, row.n_calls, row.n_timed) == (Arm.PACKED, 50, 9)
+    assert (row.arm, row.n_calls, row.n_timed) == (Arm.PACKED, 50, 12)
     assert row.why == "1.50 times as fast as torch"
     assert row.seconds[Arm.PIECES] == pytest.approx(0.031)
     assert row.link == pytest.approx(NBYTES / 2 / 0.03 / 1e9)

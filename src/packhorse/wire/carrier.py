@@ -25,6 +25,7 @@ from packhorse.wire.pieces import (
     finish,
     peek,
 )
+from packhorse.wire.repeats import RowFinder, RowMemory
 from packhorse.wire.rounds import DEPTH, Rounds, n_pieces_of, piece_of
 from packhorse.wire.statement import Statement, check_sizes, exchange_statements
 
@@ -43,24 +44,30 @@ class Delivery(NamedTuple):
         dtype: of all pieces, as frames name it.
         outgoing: the bytes for each rank; empty for this rank itself.
         incoming: how many bytes come from each rank; 0 from this rank itself.
-        place: takes a round and a rank; returns the memory for the piece that comes.
+        place: takes a round and a rank; returns memory, and where in it the piece that comes
+            begins, which ends it.
         after: called with a round when all of its pieces are in their places.
         is_shared: whether all other ranks get the same bytes.
         argument: as in a statement.
         words: what the argument means, for messages.
         common: a size that must be the same on all ranks; 0 if there is none.
+        row_nbytes: how long rows may be that repeat; 0 if nobody knows.
+        has_past: whether `place` gives memory that has all earlier pieces from the rank before the
+            piece, on all ranks, and bytes for others do not change during the delivery.
     """
 
     what: str
     dtype: str
     outgoing: Sequence[ByteArray]
     incoming: Sequence[int]
-    place: Callable[[int, int], ByteArray]
+    place: Callable[[int, int], tuple[ByteArray, int]]
     after: Callable[[int], None] = _nothing
     is_shared: bool = False
     argument: int = 0
     words: Sequence[str] = ()
     common: int = 0
+    row_nbytes: int = 0
+    has_past: bool = False
 
 
 class Effort(NamedTuple):
@@ -105,6 +112,7 @@ class Carrier:
         self._rounds = Rounds(peers)
         self._level = level
         self._threads = threads
+        self._row_memory = RowMemory()
 
     def deliver(self, delivery: Delivery, arm: int, *, is_packed: bool) -> Effort:
         """Carries a delivery. All ranks must call it at the same time.
@@ -121,7 +129,13 @@ class Carrier:
             PackhorseError: as `Peers.wait` and `exchange_statements`; or a message is damaged.
         """
         level = self._level if is_packed else None
-        encoder = PieceEncoder(delivery.dtype, level, self._threads)
+        finder = None
+        if is_packed:
+            finder = RowFinder(
+                self._row_memory, delivery.outgoing, delivery.row_nbytes,
+                has_past=delivery.has_past,
+            )  # fmt: skip
+        encoder = PieceEncoder(delivery.dtype, level, self._threads, finder)
         return _Run(self.peers, self._rounds, delivery, encoder, self._threads).run(arm)
 
 
@@ -178,20 +192,21 @@ class _Run:
         """Encodes the messages of a round, one after the other."""
         start = time.perf_counter()
         delivery = self.delivery
-        pieces = [part[slice(*piece_of(part.size, round_))] for part in delivery.outgoing]
+        ends = [piece_of(part.size, round_) for part in delivery.outgoing]
         # A piece that turns out not to be worth packing has already taken the memory of a frame.
-        room = sum(capacity_of(delivery.dtype, piece.size) for piece in pieces if piece.size)
+        room = sum(capacity_of(delivery.dtype, end - begin) for begin, end in ends if end > begin)
         memory, at = self.rounds.outgoing(round_, room), 0
         lengths, first = [], slice(0, 0)
-        for piece in pieces:
-            if not piece.size:
+        for rank, (begin, end) in enumerate(ends):
+            if begin == end:
                 lengths.append(0)
                 continue
             if delivery.is_shared and first.stop:
                 length = first.stop - first.start
                 memory[at : at + length] = memory[first]
             else:
-                length = self.encoder.encode(piece, memory[at:])
+                part = delivery.outgoing[rank][:end]
+                length = self.encoder.encode(part, begin, memory[at:], rank)
                 first = slice(at, at + length)
             at += length
             lengths.append(length)
@@ -230,15 +245,15 @@ class _Run:
         for rank, message in enumerate(messages):
             if not message.size:
                 continue
-            place = self.delivery.place(round_, rank)
+            memory, begin = self.delivery.place(round_, rank)
             try:
-                decode_piece(message, self.delivery.dtype, place, self.threads)
+                decode_piece(message, self.delivery.dtype, memory, self.threads, begin)
             except CorruptionError as error:
                 raise CorruptionError(
                     f"piece {round_} that rank {rank} sent to rank {self.peers.rank} in "
                     f"{self.delivery.what} was damaged on its way: {error}"
                 ) from error
-            self.decoded_nbytes += place.size
+            self.decoded_nbytes += memory.size - begin
         self.decode_seconds += time.perf_counter() - start
         self.announce(round_ + DEPTH, [peek(one) if one.size else 0 for one in messages])
         self.delivery.after(round_)

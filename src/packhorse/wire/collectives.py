@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 from packhorse.arguments import resolve_level, resolve_threads
 from packhorse.layout import Level
@@ -20,15 +21,36 @@ from packhorse.wire.peers import Peers, as_timeout
 from packhorse.wire.pending import Background, Pending
 from packhorse.wire.rounds import PIECE_NBYTES
 from packhorse.wire.selector import Arm, Choice, Key, Rates, Row, Selector, table_of
-from packhorse.wire.statement import Statement, exchange_statements
-from packhorse.wire.sums import check_operation
-from packhorse.wire.ways import Ways
+from packhorse.wire.statement import Statement, check_sizes, exchange_statements
+from packhorse.wire.sums import OPERATIONS, REDUCTION_WORDS, check_operation
+from packhorse.wire.ways import ROOT_WORDS, Ways
 
 __all__ = ["Collectives"]
 
 _CHOICES = ("auto", "packed", "raw")
 _ASKING = 0xFFFF  # the way, in a statement that asks
+_Run = Callable[[Arm, torch.Tensor, torch.Tensor], Effort]
 _ON_DEVICE = "on a device nothing is measured: pass choice='packed' or rates to have it packed"
+
+
+class _Call(NamedTuple):
+    """A call, as the ranks compare it when they ask each other.
+
+    Attributes:
+        key: its kind.
+        nbytes: the bytes that this rank holds.
+        argument: the root, or the kind of the reduction.
+        words: what the argument means (`statement.exchange_statements`).
+        sent: the bytes that go to each rank; empty if the size says it.
+        received: the bytes that come from each rank, likewise.
+    """
+
+    key: Key
+    nbytes: int
+    argument: int = 0
+    words: Sequence[str] = ()
+    sent: Sequence[int] = ()
+    received: Sequence[int] = ()
 
 
 class Collectives:
@@ -145,11 +167,12 @@ class Collectives:
         is_even = output_split_sizes is None and input_split_sizes is None
         nbytes = max(input.nbytes, output.nbytes)
         key = _key("all_to_all_single", input, nbytes if is_even else None, label)
+        call = _Call(key, nbytes, sent=sent, received=received)
 
         def run(arm: Arm, target: torch.Tensor, source: torch.Tensor) -> Effort:
             return self._ways.all_to_all(arm, target, source, received, sent)
 
-        return self._start(key, nbytes, output, input, run, async_op=async_op)
+        return self._start(call, output, input, run, async_op=async_op)
 
     def all_gather(
         self,
@@ -180,8 +203,8 @@ class Collectives:
         def run(arm: Arm, target: torch.Tensor, source: torch.Tensor) -> Effort:
             return self._ways.all_gather(arm, target, source)
 
-        key = _key("all_gather", input, output.nbytes, label)
-        return self._start(key, output.nbytes, output, input, run, async_op=async_op)
+        call = _Call(_key("all_gather", input, output.nbytes, label), output.nbytes)
+        return self._start(call, output, input, run, async_op=async_op)
 
     def broadcast(
         self, tensor: torch.Tensor, src: int, *, async_op: bool = False, label: str = ""
@@ -208,7 +231,8 @@ class Collectives:
             return self._ways.broadcast(arm, target, root)
 
         key = _key("broadcast", tensor, tensor.nbytes, label)
-        return self._start(key, tensor.nbytes, tensor, tensor, run, async_op=async_op)
+        call = _Call(key, tensor.nbytes, root, ROOT_WORDS)
+        return self._start(call, tensor, tensor, run, async_op=async_op)
 
     def reduce_scatter(
         self,
@@ -245,7 +269,8 @@ class Collectives:
             return self._ways.reduce_scatter(arm, target, source, name)
 
         key = _key("reduce_scatter", input, input.nbytes, label)
-        return self._start(key, input.nbytes, output, input, run, async_op=async_op)
+        call = _Call(key, input.nbytes, OPERATIONS.index(name), REDUCTION_WORDS)
+        return self._start(call, output, input, run, async_op=async_op)
 
     def all_reduce(
         self,
@@ -277,7 +302,8 @@ class Collectives:
             return self._ways.all_reduce(arm, target, name)
 
         key = _key("all_reduce", tensor, tensor.nbytes, label)
-        return self._start(key, tensor.nbytes, tensor, tensor, run, async_op=async_op)
+        call = _Call(key, tensor.nbytes, OPERATIONS.index(name), REDUCTION_WORDS)
+        return self._start(call, tensor, tensor, run, async_op=async_op)
 
     def explain(self) -> str:
         """A table of the kinds of calls: how each runs, what was measured, and why it runs so.
@@ -323,34 +349,20 @@ class Collectives:
             )
 
     def _start(
-        self,
-        key: Key,
-        nbytes: int,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        run: Callable[[Arm, torch.Tensor, torch.Tensor], Effort],
-        *,
-        async_op: bool,
+        self, call: _Call, output: torch.Tensor, input: torch.Tensor, run: _Run, *, async_op: bool
     ) -> Pending | None:
-        def call() -> None:
-            self._run(key, nbytes, output, input, run)
+        def begin() -> None:
+            self._run(call, output, input, run)
 
         if async_op and is_on_device(output):
-            call()  # puts it into the stream of the caller's thread, and does not wait
+            begin()  # puts it into the stream of the caller's thread, and does not wait
             return Pending.done(output)
         if async_op:
-            return self._background.begin(call, output)
-        self._background.run(call)
+            return self._background.begin(begin, output)
+        self._background.run(begin)
         return None
 
-    def _run(
-        self,
-        key: Key,
-        nbytes: int,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        run: Callable[[Arm, torch.Tensor, torch.Tensor], Effort],
-    ) -> None:
+    def _run(self, call: _Call, output: torch.Tensor, input: torch.Tensor, run: _Run) -> None:
         """Runs a collective on contiguous tensors."""
         source, is_plain = input.detach(), _is_plain(output)
         if not _is_plain(source):
@@ -361,25 +373,26 @@ class Collectives:
             target = output.detach()
         else:
             target = source.new_empty(output.shape)
-        self._choose_and_run(key, nbytes, target, lambda arm: run(arm, target, source))
+        self._choose_and_run(call, target, lambda arm: run(arm, target, source))
         if not is_plain:
             output.detach().copy_(target)
         torch.autograd.graph.increment_version(output)
 
     def _choose_and_run(
-        self, key: Key, nbytes: int, target: torch.Tensor, run: Callable[[Arm], Effort]
+        self, call: _Call, target: torch.Tensor, run: Callable[[Arm], Effort]
     ) -> None:
-        if key.size_class is not None and not nbytes:
+        key = call.key
+        if key.size_class is not None and not call.nbytes:
             return  # on all ranks
         choose = self._choose_on_device if is_on_device(target) else self._choose
         with self._peers.operation(key.operation):
-            choice = choose(key, nbytes, target)
+            choice = choose(call, target)
             start = time.perf_counter()
             effort = run(choice.arm)
             self._selector.learn(key, choice, time.perf_counter() - start, effort)
 
-    def _choose_on_device(self, key: Key, nbytes: int, target: torch.Tensor) -> Choice:
-        why = why_not(target)
+    def _choose_on_device(self, call: _Call, target: torch.Tensor) -> Choice:
+        key, why = call.key, why_not(target)
         if self.size == 1:
             why = "there is one rank, so nothing is sent"
         elif self._choice == "raw":
@@ -389,13 +402,14 @@ class Collectives:
             return Choice(Arm.PACKED)
         elif why is None and self._rates is None:
             why = _ON_DEVICE
-        choice = None if why else self._selector.glance(key, [Arm.TORCH, Arm.PACKED], nbytes)
+        choice = None if why else self._selector.glance(key, [Arm.TORCH, Arm.PACKED], call.nbytes)
         if choice is None:
             self._selector.note(key, Arm.TORCH, why or _ON_DEVICE)
             return Choice(Arm.TORCH)
         return choice
 
-    def _choose(self, key: Key, nbytes: int, target: torch.Tensor) -> Choice:
+    def _choose(self, call: _Call, target: torch.Tensor) -> Choice:
+        key, nbytes = call.key, call.nbytes
         is_move = key.operation not in ("reduce_scatter", "all_reduce")
         arms = [Arm.TORCH] if is_move or torch_ways.can_reduce(target.dtype) else []
         if self.size == 1:
@@ -411,19 +425,24 @@ class Collectives:
         if not arms or key.size_class is None or nbytes > PIECE_NBYTES:
             arms.append(Arm.PIECES)
         arms.append(Arm.PACKED)
-        return self._selector.glance(key, arms, nbytes) or self._ask(key, nbytes)
+        return self._selector.glance(key, arms, nbytes) or self._ask(call)
 
-    def _ask(self, key: Key, nbytes: int) -> Choice:
-        """Asks all ranks what the last timed call took them, and tells what it took this one."""
-        peers = self._peers
+    def _ask(self, call: _Call) -> Choice:
+        """Asks all ranks what the last timed call took them, and tells what it took this one.
+        Compares all that must be alike on the ranks, because PyTorch's own way would not."""
+        peers, key = self._peers, call.key
         mine = Statement(
-            peers.number & 0xFFFFFFFF, f"{key.operation} {key.dtype}", 0, _ASKING, nbytes,
-            nbytes if key.size_class is not None else 0, 0,
-            seconds=self._selector.own_seconds(key),
+            peers.number & 0xFFFFFFFF, f"{key.operation} {key.dtype}", call.argument, _ASKING, 0,
+            call.nbytes if key.size_class is not None else 0, 0,
+            seconds=self._selector.own_seconds(key), total=call.nbytes, label=key.label,
         )  # fmt: skip
-        stated = exchange_statements(peers, [mine] * peers.size, ())
+        sent, received = (sizes or [0] * peers.size for sizes in (call.sent, call.received))
+        stated = exchange_statements(
+            peers, [mine._replace(nbytes=nbytes) for nbytes in sent], call.words
+        )
+        check_sizes(peers, stated, received)
         seconds = max(one.seconds for one in stated)
-        return self._selector.ask(key, seconds, max(one.nbytes for one in stated))
+        return self._selector.ask(key, seconds, max(one.total for one in stated))
 
 
 def _key(operation: str, tensor: torch.Tensor, nbytes: int | None, label: str) -> Key:

@@ -6,6 +6,10 @@ a *trial*: some calls each way, one after the other, timed from end to end. The 
 other their times, and the slowest rank counts. All then know the same times, so all draw the same
 conclusion, without a vote.
 
+The first call each way is not counted: it takes fresh memory. Then each way is timed three times,
+and ways that are close to the fastest up to four times more, because noise is often larger than
+what is between them.
+
 Between trials, calls run the chosen way and nothing extra is sent. A trial costs what its slower
 calls lose. The next one comes after so many calls that all trials together take at most 1 % of the
 time, and never sooner than twice as many calls as the last time, up to 4096, unless the times have
@@ -31,9 +35,10 @@ __all__ = ["Arm", "Choice", "Key", "Rates", "Row", "Selector", "predict", "table
 
 _MIN_GAIN = 0.02  # what another way than PyTorch's own must save
 _MAX_TRIAL_SHARE = 0.01  # of all time, that trials may lose
-_N_REPEATS = 3  # of each way in the first trial
-_N_KEPT = 5  # latest times of each way
-_HOPELESS = 3  # a way that takes so many times as long is tried once in a trial
+_N_REPEATS = 3  # of each way in the first trial, after one that is not counted
+_N_KEPT = 7  # latest times of each way, and repeats of those that are close in the first trial
+_CLOSE = 1.15  # ways that take up to so many times as long as the fastest
+_HOPELESS = 3  # a way that takes so many times as long is not timed again in a trial
 _CHANGED = 1.5  # times that differ by this factor from before are measured anew
 _MIN_CALLS, _MAX_CALLS = 32, 4096  # between trials
 _MIN_NBYTES = 4096  # less is not worth a trial
@@ -156,7 +161,9 @@ class _Course:
         self.arm = arms[0]
         self.why = "not tried yet"
         self.times: dict[Arm, deque[float]] = {arm: deque(maxlen=_N_KEPT) for arm in arms}
-        self.queue = deque(list(arms) * _N_REPEATS)
+        self.queue = _in_turn(arms, 1 + _N_REPEATS)
+        self.cold = set(arms)  # ways that have not run yet
+        self.is_first = True  # the trial that goes on is the first one, or starts anew
         self.trial: list[tuple[Arm, float]] = []  # seconds for each byte
         self.timed: Arm | None = None  # its time is not told yet
         self.own_seconds = 0.0
@@ -170,23 +177,35 @@ class _Course:
         """Takes note of a joint time."""
         time = seconds / max(self.nbytes, 1)
         before = self.times[arm]
-        if len(self.trial) < len(self.arms) and len(before) == _N_KEPT:
+        if arm in self.cold:
+            self.cold.remove(arm)
+            return
+        if len(self.trial) < len(self.arms) and len(before) >= _N_REPEATS:
             usual = median(before)
             if not usual / _CHANGED <= time <= usual * _CHANGED and arm == self.arm:
                 self.restart()
         self.times[arm].append(time)
         self.trial.append((arm, time))
         if len(self.trial) == len(self.arms):  # all were tried once
-            best = min(self.known().values())
-            hopeless = {a for a, t in self.known().items() if t > best * _HOPELESS}
-            self.queue = deque(arm for arm in self.queue if arm not in hopeless)
+            possible = self.within(_HOPELESS)
+            self.queue = deque(arm for arm in self.queue if arm in possible)
+        close = self.within(_CLOSE) if self.is_first and not self.queue else []
+        if len(close) > 1 and min(len(self.times[arm]) for arm in close) < _N_KEPT:
+            self.queue.extend(close)
+
+    def within(self, factor: float) -> list[Arm]:
+        """The ways that usually take at most so many times as long as the fastest."""
+        known = self.known()
+        best = min(known.values())
+        return [arm for arm, time in known.items() if time <= best * factor]
 
     def restart(self) -> None:
         """Forgets all times, because they have changed."""
         for times in self.times.values():
             times.clear()
         self.trial.clear()
-        self.queue = deque(list(self.arms) * _N_REPEATS)
+        self.queue = _in_turn(self.arms, _N_REPEATS)
+        self.is_first = True
         self.span = _MIN_CALLS // 2
 
     def known(self) -> dict[Arm, float]:
@@ -204,6 +223,14 @@ class _Course:
         self.calls_left = max(self.span, int(loss / best / _MAX_TRIAL_SHARE))
         self.trial.clear()
         self.queue = deque(self.arms)
+        self.is_first = False
+
+
+def _in_turn(arms: Sequence[Arm], n_repeats: int) -> deque[Arm]:
+    """Each way so many times; every time another one begins, so that none always follows the
+    same one."""
+    arms, n = list(arms), len(arms)
+    return deque(arms[(i + shift) % n] for shift in range(n_repeats) for i in range(n))
 
 
 def _best_of(known: Mapping[Arm, float]) -> Arm:

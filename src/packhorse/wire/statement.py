@@ -20,11 +20,12 @@ from packhorse.wire.peers import Peers
 
 __all__ = ["NBYTES", "Statement", "check_sizes", "exchange_statements"]
 
-NBYTES = 88
+NBYTES = 136
 _MAGIC = b"PHWS"
 # magic, number of the operation, what it is, argument, arm, bytes to the receiver, bytes that all
-# ranks must state alike, rounds, lengths of the first two messages, seconds of the last call
-_FIELDS = struct.Struct("<4sI40sHHQQIIIf")
+# ranks must state alike, rounds, lengths of the first two messages, seconds of the last call, bytes
+# of this call, its label
+_FIELDS = struct.Struct("<4sI40sHHQQIIIfQ40s")
 _CRC = struct.Struct("<I")
 
 
@@ -42,6 +43,8 @@ class Statement(NamedTuple):
         first: the length of the first message to the receiver.
         second: the length of the second one.
         seconds: how long the last measured call took.
+        total: bytes that the rank holds in this call, if it asks.
+        label: what the caller calls it, if the rank asks.
     """
 
     number: int
@@ -54,12 +57,22 @@ class Statement(NamedTuple):
     first: int = 0
     second: int = 0
     seconds: float = 0.0
+    total: int = 0
+    label: str = ""
 
     def to_bytes(self) -> bytes:
         """The bytes of the statement."""
-        fields = self._replace(what=self.what.encode()[:40])  # type: ignore[arg-type]
+        words = {"what": self.what.encode()[:40], "label": self.label.encode()[:40]}
+        fields = self._replace(**words)  # type: ignore[arg-type]
         text = _FIELDS.pack(_MAGIC, *fields)
         return (text + _CRC.pack(_core.crc32c(text))).ljust(NBYTES, b"\0")
+
+    @classmethod
+    def from_bytes(cls, text: bytes) -> Statement:
+        """The statement that `to_bytes` gave; nothing is checked."""
+        _, number, what, *rest, label = _FIELDS.unpack_from(text)
+        words = [field.rstrip(b"\0").decode(errors="replace") for field in (what, label)]
+        return cls._make([number, words[0], *rest, words[1]])
 
 
 def exchange_statements(
@@ -99,7 +112,7 @@ def exchange_statements(
     stated = [
         _read(peers, rank, found[rank * NBYTES : (rank + 1) * NBYTES]) for rank in range(peers.size)
     ]
-    if len({(one.number, one.what, one.argument, one.arm, one.common) for one in stated}) > 1:
+    if len({_common_of(one) for one in stated}) > 1:
         agree_or_raise([_by_name(one, words) for one in stated])
     return stated
 
@@ -119,14 +132,19 @@ def check_sizes(peers: Peers, stated: Sequence[Statement], expected: Sequence[in
 
 
 def _read(peers: Peers, rank: int, text: bytes) -> Statement:
-    magic, number, what, *rest = _FIELDS.unpack_from(text)
     (crc,) = _CRC.unpack_from(text, _FIELDS.size)
-    if magic != _MAGIC or _core.crc32c(text[: _FIELDS.size]) != crc:
+    if not text.startswith(_MAGIC) or _core.crc32c(text[: _FIELDS.size]) != crc:
         raise CorruptionError(
             f"what rank {rank} stated to rank {peers.rank} is damaged, or is no statement; call "
             "the same operations on all ranks"
         )
-    return Statement(number, what.rstrip(b"\0").decode(errors="replace"), *rest)
+    return Statement.from_bytes(text)
+
+
+def _common_of(statement: Statement) -> tuple[object, ...]:
+    """What must be equal in the statements of all ranks."""
+    one = statement
+    return one.number, one.what, one.argument, one.arm, one.common, one.label
 
 
 def _by_name(statement: Statement, words: Sequence[str]) -> dict[str, str]:
@@ -138,6 +156,7 @@ def _by_name(statement: Statement, words: Sequence[str]) -> dict[str, str]:
         "the number of the operation": str(statement.number),
         "the operation": operation,
         "dtype": dtype,
+        "label": statement.label or "none",
         name: values[argument] if argument < len(values) else str(argument),
         "the size in bytes": str(statement.common),
         "the way of the transfer": str(statement.arm),

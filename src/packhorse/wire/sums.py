@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 
 from packhorse.wire.backend import dist, torch
 
-__all__ = ["OPERATIONS", "check_operation", "reduce_into"]
+__all__ = ["OPERATIONS", "REDUCTION_WORDS", "check_operation", "reduce_into"]
 
 # The order gives each its number in statements.
 OPERATIONS = ("SUM", "AVG", "MIN", "MAX", "PRODUCT")
+REDUCTION_WORDS = ("the reduction", *OPERATIONS)
 _NAMES = {getattr(dist.ReduceOp, name): name for name in OPERATIONS}
 _Operator = Callable[[torch.Tensor, torch.Tensor], object]
 _OPERATORS: dict[str, _Operator] = {

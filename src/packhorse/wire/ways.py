@@ -21,12 +21,12 @@ from packhorse.wire.device_ways import DeviceWays, is_on_device
 from packhorse.wire.dtypes import bytes_of, frame_dtype, tensor_of
 from packhorse.wire.rounds import PIECE_NBYTES, n_pieces_of, piece_of
 from packhorse.wire.selector import Arm
-from packhorse.wire.sums import OPERATIONS, reduce_into
+from packhorse.wire.sums import OPERATIONS, REDUCTION_WORDS, reduce_into
 
-__all__ = ["Ways"]
+__all__ = ["ROOT_WORDS", "Ways"]
 
+ROOT_WORDS = ("the root",)
 _EMPTY = np.empty(0, np.uint8)
-_REDUCTION_WORDS = ("the reduction", *OPERATIONS)
 
 
 class Ways:
@@ -83,14 +83,17 @@ class Ways:
             )
         if is_on_device(input):
             return self._on_device.all_to_all(output, input, output_nbytes, input_nbytes)
-        sent = _cut(bytes_of(input), input_nbytes)
-        received = _cut(bytes_of(output), output_nbytes)
+        source, target = bytes_of(input), bytes_of(output)
+        is_in_place = np.may_share_memory(source, target)  # then what comes changes what goes
+        sent, received = _cut(source, input_nbytes), _cut(target, output_nbytes)
         np.copyto(received[peers.rank], sent[peers.rank])
         sent[peers.rank] = received[peers.rank] = _EMPTY
         return self._carry(
             Delivery(
                 _what("a2a", input), frame_dtype(input.dtype), sent,
                 [part.size for part in received], _places(received),
+                row_nbytes=_row_nbytes(input),
+                has_past=not is_in_place,
             ),
             arm,
         )  # fmt: skip
@@ -116,7 +119,7 @@ class Ways:
         total = sum(part.size for part in parts)
         delivery = Delivery(
             _what(what, like), frame_dtype(like.dtype), outgoing, incoming, _places(parts),
-            is_shared=True, common=total,
+            is_shared=True, common=total, row_nbytes=_row_nbytes(like), has_past=True,
         )  # fmt: skip
         return self._carry(delivery, arm)
 
@@ -132,8 +135,8 @@ class Ways:
         incoming = [data.size if i == root and not is_root else 0 for i in range(size)]
         delivery = Delivery(
             _what("bc", tensor), frame_dtype(tensor.dtype), outgoing, incoming,
-            _places([data] * size), is_shared=True, argument=root, words=("the root",),
-            common=data.size,
+            _places([data] * size), is_shared=True, argument=root, words=ROOT_WORDS,
+            common=data.size, row_nbytes=_row_nbytes(tensor), has_past=True,
         )  # fmt: skip
         return self._carry(delivery, arm)
 
@@ -178,16 +181,19 @@ class Ways:
         rank, size = self._peers.rank, self._peers.size
         own, scratch = parts[rank], self._memory(size)
 
-        def place(round_: int, source: int) -> ByteArray:
+        def piece(round_: int, source: int) -> ByteArray:
             start, stop = piece_of(result.size, round_)
             return scratch[source][: stop - start]
+
+        def place(round_: int, source: int) -> tuple[ByteArray, int]:
+            return piece(round_, source), 0
 
         def reduce(round_: int) -> None:
             start, stop = piece_of(result.size, round_)
             if start == stop:
                 return
-            np.copyto(place(round_, rank), own[start:stop])
-            values = [tensor_of(place(round_, source), like.dtype) for source in range(size)]
+            np.copyto(piece(round_, rank), own[start:stop])
+            values = [tensor_of(piece(round_, source), like.dtype) for source in range(size)]
             reduce_into(tensor_of(result[start:stop], like.dtype), values, name)
 
         if size == 1:
@@ -197,8 +203,8 @@ class Ways:
         incoming = [0 if i == rank else result.size for i in range(size)]
         delivery = Delivery(
             _what(what, like), frame_dtype(like.dtype), outgoing, incoming, place, reduce,
-            argument=OPERATIONS.index(name), words=_REDUCTION_WORDS,
-            common=sum(part.size for part in parts),
+            argument=OPERATIONS.index(name), words=REDUCTION_WORDS,
+            common=sum(part.size for part in parts), row_nbytes=_row_nbytes(like),
         )  # fmt: skip
         return self._carry(delivery, arm)
 
@@ -214,9 +220,19 @@ def _cut(data: ByteArray, lengths: Sequence[int]) -> list[ByteArray]:
     return [data[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
-def _places(parts: Sequence[ByteArray]) -> Callable[[int, int], ByteArray]:
+def _places(parts: Sequence[ByteArray]) -> Callable[[int, int], tuple[ByteArray, int]]:
     """Where the piece of a rank goes in a round, if its part lies in one piece of memory."""
-    return lambda round_, rank: parts[rank][slice(*piece_of(parts[rank].size, round_))]
+
+    def place(round_: int, rank: int) -> tuple[ByteArray, int]:
+        start, stop = piece_of(parts[rank].size, round_)
+        return parts[rank][:stop], start
+
+    return place
+
+
+def _row_nbytes(tensor: torch.Tensor) -> int:
+    """How long rows may be that repeat: the last dimension; 0 if there is only one."""
+    return tensor.shape[-1] * tensor.itemsize if tensor.dim() > 1 else 0
 
 
 def _what(operation: str, tensor: torch.Tensor) -> str:
