@@ -273,7 +273,9 @@ def _uses(path: Path) -> Iterator[str]:
 
 # The C++ core: a folder may include those before it, and itself.
 
-CORE_FOLDERS = ("common", "planes", "rans", "chunk", "delta", "tensor", "rows", "bounded", "bind")
+CORE_FOLDERS = (
+    "common", "planes", "rans", "chunk", "delta", "tensor", "rows", "bounded", "bags", "bind",
+)  # fmt: skip
 _INCLUDE = re.compile(r'^#include "([a-z_0-9]+)/', re.M)
 
 
