@@ -46,12 +46,14 @@ from packhorse.layout import (
     Split,
 )
 from packhorse.numpy import FRAMEWORK as NUMPY
+from packhorse.wire.embeddings.requests import Wanted, pack_request
 from packhorse.wire.pieces import PieceEncoder, capacity_of, finish
 from packhorse.wire.repeats import RowFinder, RowMemory
 from packhorse.wire.updates import DeltaSender, Shards
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "samples"))
 from frame_builder import SMALL
+from fuzz_request import HOLDERS
 from fuzz_update import weights as updated_weights
 from lying_frames import LIES
 from sample_store import build_store, catalogue_parts, checkpoint_manifests, snapshot_manifests
@@ -348,6 +350,23 @@ def piece_seeds() -> Seeds:
         )
 
 
+def request_seeds() -> Seeds:
+    """Control, request: sets, dense and sparse, bags, and nothing, of each holder."""
+    rng = np.random.default_rng(8)
+    for number, (rows, seed) in enumerate(product(HOLDERS, range(6))):
+        wanted = []
+        for shard, n_rows in enumerate(rows):
+            kind = (shard + seed) % 4
+            ids = np.unique(rng.integers(0, n_rows, 0 if kind == 0 else 20 * kind))
+            lengths = None
+            if kind == 3:
+                lengths = rng.integers(1, 1 + seed + 1, len(ids))
+                ids = rng.integers(0, n_rows, lengths.sum())
+            wanted.append(Wanted(ids, lengths))
+        message = pack_request(wanted, rows)
+        yield f"{number // 6}-{seed}", bytes([number // 6]) + message.tobytes()
+
+
 def _tensors(number: int) -> dict[str, tuple[DType, bytes]]:
     rows = [DTYPES[(3 * number + i) % len(DTYPES)] for i in range(3)]
     kinds = [KINDS[(number + i) % len(KINDS)] for i in range(3)]
@@ -512,6 +531,7 @@ TARGETS = {
     "manifest": manifest_seeds,
     "update": update_seeds,
     "piece": piece_seeds,
+    "request": request_seeds,
 }
 
 

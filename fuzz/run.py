@@ -80,6 +80,7 @@ TARGETS = (
     Target("manifest", "fuzz_manifest.py", "manifest"),
     Target("update", "fuzz_update.py", "update"),
     Target("piece", "fuzz_piece.py", "piece"),
+    Target("request", "fuzz_request.py", "request"),
 )
 _printing = threading.Lock()
 

@@ -25,12 +25,20 @@ from torch.nn import functional  # noqa: E402
 from benchmarks.wire.dlrm_arms import ARMS, options_of  # noqa: E402
 from benchmarks.wire.dlrm_model import KAGGLE, Batch, Model, Teacher, capped  # noqa: E402
 from benchmarks.wire.rounds import Arm, Marks, combine, interleave, now  # noqa: E402
-from packhorse.wire.embeddings import Bags, EmbeddingBags, EmbeddingExchange, on_rank  # noqa: E402
+from packhorse.wire.embeddings import (  # noqa: E402
+    Bags,
+    BoundedRows,
+    EmbeddingBags,
+    EmbeddingExchange,
+    Traffic,
+    on_rank,
+)
 
 __all__ = ["merge", "run"]
 
 LOSSLESS = ("fp32", "dedup")
 _N_BATCHES = 4  # drawn in advance, and used in turn
+_N_SETTLING = 9
 _DEFAULTS = {"batch": 8192, "dim": 32, "cap": 100_000, "rounds": 5, "arms": None, "device": "lo"}
 
 
@@ -51,6 +59,7 @@ def run(
     steps = _Steps(rank, world, group, options)
     steps.prove()
     arms = {name: steps.arm(name) for name in options["arms"]}
+    steps.settle(arms)
     report = interleave(
         arms, options["rounds"], device=options["device"], barrier=lambda: dist.barrier(group)
     )
@@ -116,8 +125,16 @@ class _Steps:
                 found = self._fetch(self.exchanges[name], self._batches[0])
                 if not all(map(torch.equal, found, wanted)):
                     raise RuntimeError(f"{name}: the bags are not those of the tables")
+
+    def settle(self, arms: Mapping[str, Arm]) -> None:
+        """Runs the first steps of arms with bounds, which look at all values; later ones do not.
+        Then all arms begin to count."""
+        for name, exchange in self.exchanges.items():
+            if isinstance(exchange.forward_codec, BoundedRows):
+                for _ in range(_N_SETTLING):
+                    arms[name]()
         for exchange in self.exchanges.values():
-            exchange.traffic = type(exchange.traffic)()
+            exchange.traffic = Traffic()
 
     def arm(self, name: str) -> Arm:
         """Runs a step; the batches take turns."""
@@ -135,15 +152,22 @@ class _Steps:
         loss = functional.binary_cross_entropy_with_logits(logits, batch.labels)
         loss.backward()
         returned = now()
-        for parameter in self._model.parameters():
-            dist.all_reduce(parameter.grad, group=self._group)
-            parameter.grad /= self._world
+        self._average_dense()
         for parameter in self._bags.parameters():
             parameter.grad = parameter.grad / self._world
         self._optimizer.step()
         if not bool(loss.isfinite()):
             raise RuntimeError(f"the loss is {float(loss)}")
         return {"rows": fetched, "gradients": returned}
+
+    def _average_dense(self) -> None:
+        """Averages the gradients of the dense layers, joined as DDP joins them."""
+        grads = [parameter.grad for parameter in self._model.parameters()]
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        dist.all_reduce(flat, group=self._group)
+        flat /= self._world
+        for grad, mean in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+            grad.copy_(mean.view_as(grad))
 
 
 def _bags(batch: Batch) -> list[Bags]:

@@ -114,14 +114,15 @@ class Model(nn.Module):
         n = n_tables + 1
         self.bottom = _layers(N_DENSE, 64, dim)
         self.top = _layers(dim + n * (n - 1) // 2, 128, 32, 1)
-        self.register_buffer("pairs", torch.tril_indices(n, n, -1))
+        rows, columns = torch.tril_indices(n, n, -1)
+        self.register_buffer("pairs", rows * n + columns)
 
     def forward(self, dense: Tensor, embeddings: Sequence[Tensor]) -> Tensor:
         """Logits [n], of dense features and of the embeddings [n, dim] of all tables."""
         bottom = self.bottom(dense)
         vectors = torch.stack([bottom, *embeddings], 1)
         products = vectors @ vectors.transpose(1, 2)
-        chosen = products[:, self.pairs[0], self.pairs[1]]
+        chosen = products.flatten(1).index_select(1, self.pairs)
         return self.top(torch.cat([bottom, chosen], 1)).squeeze(1)
 
 

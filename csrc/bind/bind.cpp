@@ -22,6 +22,7 @@
 #include <utility>
 #include <vector>
 
+#include "bind/bags.hpp"
 #include "bind/bounded.hpp"
 #include "bind/repeats.hpp"
 #include "bind/tensors.hpp"
@@ -423,5 +424,6 @@ NB_MODULE(_core, m) {
     m.def("zstd_frame_nbytes", &zstd_frame_nbytes_of, "src"_a, "header_nbytes"_a, "has_checksum"_a);
     bind_weights(m);
     bind_bounded(m);
+    bind_bags(m);
     bind_repeats(m);
 }

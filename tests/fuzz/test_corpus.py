@@ -152,3 +152,15 @@ def test_pieces_decode() -> None:
         decode_piece(np.frombuffer(seed[4:], np.uint8), dtype.name, memory, 1, start)
         kinds.add(seed[4 + 8])
     assert kinds == set(Kind)
+
+
+def test_requests_ask_for_rows_that_are_there() -> None:
+    target = fuzz_module("fuzz_request")
+    kinds = set()
+    for name, seed in seeds("request").items():
+        rows = target.HOLDERS[seed[0]]
+        wanted = target.unpack(seed[1:], rows)
+        assert wanted is not None, name
+        target.main(seed)
+        kinds |= {(len(one.ids) > 0, one.lengths is None) for one in wanted}
+    assert kinds == {(False, True), (True, True), (True, False)}

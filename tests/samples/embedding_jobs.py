@@ -20,6 +20,9 @@ from packhorse.wire.embeddings import (
     BoundedRows,
     EmbeddingBags,
     EmbeddingExchange,
+    Piece,
+    RawRows,
+    Request,
     Sending,
     Shard,
     Table,
@@ -306,3 +309,49 @@ def bounded() -> dict[str, Any]:
         "nbytes": module.exchange.traffic.nbytes,
         "raw_nbytes": plain.exchange.traffic.nbytes,
     }
+
+
+class _TooFew(RawRows):
+    """Leaves out the last byte of what travels."""
+
+    def encode(self, pieces: Sequence[Sequence[Piece]]) -> list[Any]:
+        return [message[:-1] for message in super().encode(pieces)]
+
+
+def send_falsely(what: str) -> tuple[str, int]:
+    """Rank 1 sends a false message to rank 0, which has the only table.
+
+    Returns:
+        The error of this rank in this batch or the next, and how often it looked up rows.
+    """
+    rank = dist.get_rank()
+    tables = [on_rank("t0", 3, 8, 0), on_rank("t1", 3, 8, 1)]
+    exchange = EmbeddingExchange(tables, timeout=20)
+    if rank == 1 and what == "request":
+        pack = exchange._pack
+
+        def lie(route: Any, to: int) -> Any:
+            message = pack(route, to)
+            message[:1] = 4  # one row more than the table has
+            return message
+
+        exchange._pack = lie  # type: ignore[method-assign]
+    if rank == 1 and what == "rows":
+        exchange.forward_codec = _TooFew()
+    if rank == 1 and what == "gradients":
+        exchange.backward_codec = _TooFew()
+    n_lookups = 0
+
+    def gather(requests: Sequence[Request]) -> list[Tensor]:
+        nonlocal n_lookups
+        n_lookups += 1
+        return [torch.ones(one.n, 8, requires_grad=True) for one in requests]
+
+    ids = torch.arange(3)
+    try:
+        bags = exchange.fetch(exchange.plan([Bags(ids), Bags(ids)]), gather)
+        torch.cat(bags).sum().backward()
+        exchange.plan([Bags(ids), Bags(ids)])  # a rank may hear of an error one call later
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", n_lookups
+    return "", n_lookups

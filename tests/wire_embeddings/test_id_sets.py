@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from packhorse import _core
 from packhorse.errors import CorruptionError
 from packhorse.wire.embeddings.id_sets import (
     list_nbytes,
@@ -39,6 +40,25 @@ def test_lists_come_back(bits: int, n: int, seed: int) -> None:
     packed = pack_list(numbers, bits)
     assert len(packed) == list_nbytes(n, bits)
     assert np.array_equal(unpack_list(packed, n, bits), numbers)
+    whole = sum(number << bits * i for i, number in enumerate(numbers.tolist()))
+    assert int.from_bytes(packed.tobytes(), "little") == whole
+
+
+def test_the_core_refuses_what_does_not_fit() -> None:
+    """Sizes and ids that a mistake of the caller would make it write or read outside."""
+    ids = np.array([3, 17], np.int64)
+    for wrong in (np.array([3, 24], np.int64), np.array([-1], np.int64)):
+        with pytest.raises(ValueError, match="an id is outside"):
+            _core.mark_ids(wrong, np.empty(3, np.uint8))
+    for bits, nbytes in ((0, 0), (64, 16), (5, 3), (5, 1)):
+        with pytest.raises(ValueError, match=r"must (be|fit)"):
+            _core.pack_numbers(ids, bits, np.empty(nbytes, np.uint8))
+        with pytest.raises(ValueError, match=r"must (be|fit)"):
+            _core.unpack_numbers(np.empty(nbytes, np.uint8), bits, ids)
+    bitmap = np.full(9, 0xFF, np.uint8)
+    found = np.zeros(4, np.int64)
+    assert _core.find_ids(bitmap, found[:3]) == 72
+    assert found.tolist() == [0, 1, 2, 0]
 
 
 @pytest.mark.parametrize(("n", "universe"), [(1000, 1_000_000), (20_000, 1_000_000), (500, 1000)])

@@ -1,11 +1,13 @@
 """Requests between ranks: what is asked for arrives, and nothing that is damaged is looked up."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packhorse.errors import CorruptionError
+from packhorse.errors import CorruptionError, TruncationError
 from packhorse.wire.embeddings.requests import Wanted, pack_request, unpack_request
 
 ROWS = [3, 1000, 1_000_000, 50, 200_000]
@@ -64,6 +66,48 @@ def test_few_bytes_cannot_ask_for_many_ids() -> None:
     message[:8] = np.array([1 << 30, 1 << 31], "<u4").view(np.uint8)
     with pytest.raises(CorruptionError):
         unpack_request(message, [1])
+
+
+def test_bags_without_bytes_for_their_lengths_are_not_believed() -> None:
+    """Lengths of 0 bits take no bytes, so only the ids can show how many bags there are."""
+    message = pack_request([Wanted(np.arange(6), np.ones(6, np.int64))], [10])
+    message[:8] = np.array([0xFFFFFFFF, 0xFFFFFFFF], "<u4").view(np.uint8)
+    tracemalloc.start()
+    with pytest.raises(TruncationError, match="a request ends after"):
+        unpack_request(message, [10])
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("head", "words"),
+    [
+        ([11, 0], r"a request wants \[11\] of \[10\] rows"),
+        ([3, 0], r"too many|more than it announced|marks"),
+        ([7, 6], "7 bags of 6 ids"),
+        ([0, 6], "0 bags of 6 ids"),
+        ([5, 6], r"bags of 5 ids were announced as 6|more than it announced"),
+        ([6, 7], "more than it announced|bags of 6 ids were announced as 7|ends after"),
+    ],
+)
+def test_false_counts_are_refused(head: list[int], words: str) -> None:
+    bags = pack_request([Wanted(np.arange(6), np.ones(6, np.int64))], [10])
+    bags[:8] = np.array(head, "<u4").view(np.uint8)
+    with pytest.raises(CorruptionError, match=words):
+        unpack_request(bags, [10])
+
+
+def test_ids_outside_of_the_table_are_refused() -> None:
+    """Ten rows take four bits for an id, and a bitmap two bytes: both could say more."""
+    bags = pack_request([Wanted(np.array([1, 9]), np.array([2]))], [10])
+    bags[-1] = 0xF1
+    with pytest.raises(CorruptionError, match="id 15 of a request is not below 10"):
+        unpack_request(bags, [10])
+    ones = pack_request([Wanted(np.arange(4))], [10])
+    ones[-1] = 0x80
+    with pytest.raises(CorruptionError, match=r"ids|bitmap"):
+        unpack_request(ones, [10])
 
 
 @given(st.binary(max_size=200))

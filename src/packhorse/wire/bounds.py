@@ -19,6 +19,7 @@ compression", SC 2024, and its public code.
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -274,6 +275,7 @@ class _State:
     n_escapes: int = 0
     nbytes: int = 0
     last: Bound = field(default_factory=lambda: Bound(_LEAST_BOUND, 1, 0.0))
+    last_relative: float | None = None  # what `last` was made for; None after an observation
 
 
 class TableBounds:
@@ -349,7 +351,10 @@ class TableBounds:
         if rows.size and state.observed < self.iteration:
             self._observe(state, rows)
         relative = self.overrides.get(table, self.relative[state.tightness])
-        state.last = self._bound(state, relative * self.schedule.multiplier(self.iteration))
+        relative *= self.schedule.multiplier(self.iteration)
+        if relative != state.last_relative:
+            state.last = self._bound(state, relative)
+            state.last_relative = relative
         return state.last
 
     def bits_of(self, shard: int) -> int | None:
@@ -434,13 +439,16 @@ class TableBounds:
         is_new = len(state.lows) < _REMEMBERED
         if is_new or self.iteration - state.observed >= self.observe_every:
             flat = rows.reshape(-1)
-            values = flat[:: max(1, flat.size // _SAMPLE)].astype(np.float64)
-            values = values[np.isfinite(values)]
+            values = np.ascontiguousarray(flat[:: max(1, flat.size // _SAMPLE)])
+            is_finite = np.isfinite(values)
+            if not is_finite.all():
+                values = values[is_finite]
             if values.size:
                 low, high = _ends(values)
                 state.lows.append(low)
                 state.highs.append(high)
                 state.observed = self.iteration
+                state.last_relative = None
         if isinstance(self.classes, ByHomogenisation) and (
             state.classified < 0 or self.iteration - state.classified >= self.classes.every
         ):
@@ -452,7 +460,7 @@ class TableBounds:
     def _bound(self, state: _State, relative: float) -> Bound:
         if not state.lows:
             return Bound(_LEAST_BOUND, 1, 0.0)
-        low, high = float(np.median(state.lows)), float(np.median(state.highs))
+        low, high = statistics.median(state.lows), statistics.median(state.highs)
         center, spread = (low + high) / 2, max(0.0, (high - low) / 2)
         bound = max(2 * relative * spread, abs(center) * 2.0**-20, _LEAST_BOUND)
         reach = _MARGIN * spread
@@ -473,7 +481,7 @@ class TableBounds:
         ]  # fmt: skip
 
 
-def _ends(values: npt.NDArray[np.float64]) -> tuple[float, float]:
+def _ends(values: _Rows) -> tuple[float, float]:
     """The ends of the range in which nearly all values lie; all of them if there are few."""
     out = values.size // 1000
     ordered = np.partition(values, (out, values.size - 1 - out))

@@ -320,10 +320,10 @@ class EmbeddingExchange:
         """
         parts: list[list[tuple[int, Tensor]]] = [[] for _ in self.layout.features]
         for blocks, slots, rows in zip(self.layout.blocks, plan.route.slots, got, strict=True):
-            pooled = pool(rows, slots.grouping, slots.bags, slots.offsets, slots.weights)
             served = [(b, f) for b in blocks for f in self.layout.features_of(b)]
-            cut = torch.split(pooled, [plan.route.n_bags[feature] for _, feature in served])
-            for (block, feature), bags in zip(served, cut, strict=True):
+            sizes = [plan.route.n_bags[feature] for _, feature in served]
+            pooled = pool(rows, slots.grouping, slots.bags, slots.offsets, slots.weights, sizes)
+            for (block, feature), bags in zip(served, pooled, strict=True):
                 parts[feature].append((block.columns[0], bags))
         return [self._output(plan, feature, found) for feature, found in enumerate(parts)]
 

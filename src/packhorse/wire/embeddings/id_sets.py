@@ -16,6 +16,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from packhorse import _core
 from packhorse.errors import CorruptionError, TruncationError
 
 __all__ = [
@@ -103,12 +104,9 @@ def pack_list(numbers: _Ids, bits: int) -> _Bytes:
     """
     if bits == 0:
         return np.empty(0, np.uint8)
-    width = _container(bits)
-    as_bytes = np.ascontiguousarray(numbers, np.int64).astype(f"<u{width}").view(np.uint8)
-    if bits == 8 * width:
-        return as_bytes
-    as_bits = np.unpackbits(as_bytes.reshape(-1, width), axis=1, bitorder="little")
-    return np.packbits(as_bits[:, :bits], bitorder="little")
+    packed = np.empty(list_nbytes(len(numbers), bits), np.uint8)
+    _core.pack_numbers(np.ascontiguousarray(numbers, np.int64), bits, packed)
+    return packed
 
 
 def unpack_list(packed: _Bytes, n: int, bits: int) -> _Ids:
@@ -125,21 +123,13 @@ def unpack_list(packed: _Bytes, n: int, bits: int) -> _Ids:
     _check_size(packed, list_nbytes(n, bits))
     if bits == 0:
         return np.zeros(n, np.int64)
-    width = _container(bits)
-    if bits == 8 * width:
-        return packed.view(f"<u{width}").astype(np.int64)
-    as_bits = np.zeros((n, 8 * width), np.uint8)
-    as_bits[:, :bits] = np.unpackbits(packed, count=n * bits, bitorder="little").reshape(n, bits)
-    return np.packbits(as_bits, axis=1, bitorder="little").view(f"<u{width}")[:, 0].astype(np.int64)
+    numbers = np.empty(n, np.int64)
+    _core.unpack_numbers(packed, bits, numbers)
+    return numbers
 
 
 def _bytes(bits: int) -> int:
     return (bits + 7) // 8
-
-
-def _container(bits: int) -> int:
-    """The bytes of the smallest integer of NumPy that holds `bits` bits."""
-    return next(width for width in (1, 2, 4, 8) if bits <= 8 * width)
 
 
 def _low_bits(n: int, universe: int) -> int:
@@ -157,16 +147,17 @@ def _is_bitmap(n: int, universe: int) -> bool:
 
 
 def _bitmap(ones: _Ids, universe: int) -> _Bytes:
-    flags = np.zeros(8 * _bytes(universe), np.uint8)
-    flags[ones] = 1
-    return np.packbits(flags, bitorder="little")
+    bitmap = np.empty(_bytes(universe), np.uint8)
+    _core.mark_ids(np.ascontiguousarray(ones, np.int64), bitmap)
+    return bitmap
 
 
 def _ones(bitmap: _Bytes, n: int, universe: int) -> _Ids:
-    found = np.flatnonzero(np.unpackbits(bitmap, bitorder="little"))
-    if len(found) != n or found[-1] >= universe:
-        raise CorruptionError(f"a bitmap marks {len(found)} ids, not {n} below {universe}")
-    return found
+    ids = np.empty(n, np.int64)
+    n_found = _core.find_ids(bitmap, ids)
+    if n_found != n or ids[-1] >= universe:
+        raise CorruptionError(f"a bitmap marks {n_found} ids, not {n} below {universe}")
+    return ids
 
 
 def _check_size(packed: _Bytes, expected: int) -> None:

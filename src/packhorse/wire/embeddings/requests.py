@@ -148,8 +148,11 @@ def _bags(reader: _Reader, n_bags: int, n_ids: int, rows: int) -> Wanted:
     bits = int(reader.take(1)[0])
     if bits > 32:
         raise CorruptionError(f"lengths of bags have {bits} bits, at most 32 are allowed")
-    lengths = unpack_list(reader.take(list_nbytes(n_bags, bits)), n_bags, bits) + 1
-    ids = unpack_list(reader.take(list_nbytes(n_ids, _bits(rows))), n_ids, _bits(rows))
+    of_lengths = reader.take(list_nbytes(n_bags, bits))
+    of_ids = reader.take(list_nbytes(n_ids, _bits(rows)))
+    # Lengths of 0 bits take no bytes. That the ids have come shows that there are not too many.
+    lengths = unpack_list(of_lengths, n_bags, bits) + 1
+    ids = unpack_list(of_ids, n_ids, _bits(rows))
     if lengths.sum() != n_ids:
         raise CorruptionError(f"bags of {lengths.sum()} ids were announced as {n_ids}")
     if ids.max() >= rows:

@@ -21,7 +21,7 @@ from torch import Tensor
 from packhorse.wire.backend import torch
 from packhorse.wire.embeddings.id_sets import set_nbytes
 from packhorse.wire.embeddings.requests import Wanted, bags_nbytes
-from packhorse.wire.embeddings.sums import Grouping, bags_of, group
+from packhorse.wire.embeddings.sums import Grouping, bags_of, group, join_ids
 from packhorse.wire.embeddings.tables import Block, Table, blocks_of
 
 __all__ = ["Bags", "Choice", "Layout", "Route", "Sending", "Slots", "route"]
@@ -55,6 +55,23 @@ class Bags(NamedTuple):
         if self.offsets is not None:
             return self.offsets
         return torch.arange(len(self.ids) + 1, device=self.ids.device)
+
+    @property
+    def lengths(self) -> Tensor:
+        """[b] int64: how many ids each bag has."""
+        if self.offsets is not None:
+            return self.offsets.diff()
+        return torch.ones_like(self.ids)
+
+    @property
+    def n(self) -> int:
+        """How many bags there are."""
+        return len(self.ids) if self.offsets is None else len(self.offsets) - 1
+
+    @property
+    def n_filled(self) -> int:
+        """How many bags have ids."""
+        return len(self.ids) if self.offsets is None else int((self.offsets.diff() > 0).sum())
 
 
 class Sending(Enum):
@@ -133,6 +150,12 @@ class Layout:
         self.held = [[i for i, s in enumerate(self.shards) if s.rank == r] for r in range(world)]
         self.table_of = [t for t, table in enumerate(tables) for _ in table.shards]
         self.widths = sorted({shard.shape[1] for shard in self.shards})
+        self.features_by_table: list[list[int]] = [[] for _ in tables]
+        for feature, table in enumerate(self.features):
+            self.features_by_table[table].append(feature)
+        self.shards_by_table: list[list[int]] = [[] for _ in tables]
+        for number, table in enumerate(self.table_of):
+            self.shards_by_table[table].append(number)
         blocks = blocks_of(tables)
         self.blocks = [
             [b for b in blocks if b.columns[1] - b.columns[0] == width] for width in self.widths
@@ -140,11 +163,11 @@ class Layout:
 
     def served(self, table: int, batch: Sequence[Bags]) -> list[Bags]:
         """What a batch has for a table."""
-        return [bags for f, bags in enumerate(batch) if self.features[f] == table]
+        return [batch[f] for f in self.features_by_table[table]]
 
     def features_of(self, block: Block) -> list[int]:
         """The features of a block's table."""
-        return [f for f, table in enumerate(self.features) if table == block.table]
+        return self.features_by_table[block.table]
 
 
 @dataclass(frozen=True)
@@ -188,8 +211,10 @@ def route(
     """
     if len(batch) != len(layout.features):
         raise ValueError(f"a batch has {len(batch)} features, not {len(layout.features)}")
+    tables = [layout.tables[table] for table in layout.features]
     for feature, bags in enumerate(batch):
-        _check(feature, bags, layout.tables[layout.features[feature]])
+        _check(feature, bags, tables[feature])
+    _check_ids(batch, tables)
     asked = [
         _may_pool(layout, t, batch, element_nbytes[t], sending) for t in range(len(layout.tables))
     ]
@@ -200,7 +225,7 @@ def route(
         choice or _distinct(layout, t, batch, wanted, element_nbytes[t])
         for t, choice in enumerate(asked)
     ]
-    return Route(slots, wanted, choices, [len(bags.starts) - 1 for bags in batch])
+    return Route(slots, wanted, choices, [bags.n for bags in batch])
 
 
 def _check(feature: int, bags: Bags, table: Table) -> None:
@@ -208,10 +233,6 @@ def _check(feature: int, bags: Bags, table: Table) -> None:
     where = f"feature {feature} (table {table.name})"
     if ids.dtype != torch.int64 or ids.dim() != 1:
         raise ValueError(f"{where}: ids must be [n] int64, not {list(ids.shape)} {ids.dtype}")
-    if len(ids):
-        low, high = (int(end) for end in ids.aminmax())
-        if low < 0 or high >= table.rows:
-            raise ValueError(f"{where}: ids are {low} to {high}; 0 to {table.rows - 1} are allowed")
     if offsets is not None and (
         offsets.dtype != torch.int64
         or len(offsets) == 0
@@ -224,6 +245,18 @@ def _check(feature: int, bags: Bags, table: Table) -> None:
         raise ValueError(f"{where}: {list(weights.shape)} weights for {len(ids)} ids")
 
 
+def _check_ids(batch: Sequence[Bags], tables: Sequence[Table]) -> None:
+    """Refuses ids that are outside of the table of their feature."""
+    limits = [table.rows for table in tables]
+    _, wrong = join_ids([bags.ids for bags in batch], limits, [0] * len(limits))
+    if wrong is not None:
+        low, high = (int(end) for end in batch[wrong].ids.aminmax())
+        raise ValueError(
+            f"feature {wrong} (table {tables[wrong].name}): ids are {low} to {high}; "
+            f"0 to {limits[wrong] - 1} are allowed"
+        )
+
+
 def _may_pool(
     layout: Layout, number: int, batch: Sequence[Bags], element_nbytes: float, sending: Sending
 ) -> Choice | None:
@@ -231,7 +264,7 @@ def _may_pool(
     table = layout.tables[number]
     served = layout.served(number, batch)
     n_ids = sum(len(bags.ids) for bags in served)
-    n_bags = sum(int((bags.starts.diff() > 0).sum()) for bags in served)
+    n_bags = sum(bags.n_filled for bags in served)
     must = sending is Sending.BAGS and n_ids > 0
     if (
         sending is Sending.DISTINCT
@@ -240,7 +273,7 @@ def _may_pool(
     ):
         return None
     n_distinct = len(torch.unique(torch.cat([bags.ids for bags in served])))
-    longest = max(int(bags.starts.diff().max()) for bags in served if len(bags.ids))
+    longest = max(int(bags.lengths.max()) for bags in served if len(bags.ids))
     row = table.dim * element_nbytes
     distinct = int(n_distinct * row) + set_nbytes(n_distinct, table.rows)
     pooled = int(n_bags * row) + bags_nbytes(n_bags, n_ids, longest, table.rows)
@@ -259,13 +292,10 @@ def _distinct(
     table = layout.tables[number]
     served = layout.served(number, batch)
     n_ids = sum(len(bags.ids) for bags in served)
-    n_bags = sum(int((bags.starts.diff() > 0).sum()) for bags in served if bags.offsets is not None)
-    n_bags += sum(len(bags.ids) for bags in served if bags.offsets is None)
+    n_bags = sum(bags.n_filled for bags in served)
     first = table.shards[0].columns
     n = sum(
-        wanted[i].n
-        for i, shard in enumerate(layout.shards)
-        if layout.table_of[i] == number and shard.columns == first
+        wanted[i].n for i in layout.shards_by_table[number] if layout.shards[i].columns == first
     )
     nbytes = int(n * table.dim * element_nbytes) + set_nbytes(n, table.rows)
     return Choice(table.name, False, n_bags, n_ids, n, nbytes, None)
@@ -285,7 +315,9 @@ def _slots(
     wanted: list[Wanted],
 ) -> Slots:
     """The slots of one width; fills in what is wanted of its shards."""
-    keys: list[Tensor] = []
+    ids: list[Tensor] = []
+    limits: list[int] = []
+    starts: list[int] = []  # of the keys of each feature
     counts: list[Tensor] = []
     weights: list[Tensor | None] = []
     bases: dict[int, int] = {}
@@ -296,32 +328,37 @@ def _slots(
             number = block.shards[0][0]
             bases[number] = base
             wanted[number] = _bags_wanted(served)
-            keys.append(torch.arange(base, base + wanted[number].n))
-            counts += [(bags.starts.diff() > 0).long() for bags in served]
+            rows = wanted[number].n
+            ids.append(torch.arange(rows))
+            counts += [(bags.lengths > 0).long() for bags in served]
             weights.append(None)
-            base += wanted[number].n
         else:
             for number, shard in block.shards:
                 bases[number] = base + shard.rows[0]
-            keys += [bags.ids + base for bags in served]
-            counts += [bags.starts.diff() for bags in served]
+            rows = layout.tables[block.table].rows
+            ids += [bags.ids for bags in served]
+            counts += [bags.lengths for bags in served]
             weights += [bags.weights for bags in served]
-            base += layout.tables[block.table].rows
-    grouping = group(torch.cat(keys) if keys else torch.empty(0, dtype=torch.int64))
+        n_new = len(ids) - len(limits)
+        limits += [rows] * n_new
+        starts += [base] * n_new
+        base += rows
+    keys, _ = join_ids(ids, limits, starts)
+    grouping = group(keys)
     of_shard = _ranges(grouping.unique, bases)
     for number, (start, stop) in of_shard.items():
         if not pooled[layout.table_of[number]]:
-            ids = grouping.unique[start:stop] - bases[number]
-            wanted[number] = Wanted(ids.numpy())
+            of_rows = grouping.unique[start:stop] - bases[number]
+            wanted[number] = Wanted(of_rows.numpy())
     lengths = torch.cat(counts) if counts else torch.empty(0, dtype=torch.int64)
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     return Slots(
-        len(grouping.unique), of_shard, grouping, bags_of(offsets), offsets, _joined(weights, keys)
+        len(grouping.unique), of_shard, grouping, bags_of(offsets), offsets, _joined(weights, ids)
     )
 
 
 def _bags_wanted(served: Sequence[Bags]) -> Wanted:
-    lengths = torch.cat([bags.starts.diff() for bags in served])
+    lengths = torch.cat([bags.lengths for bags in served])
     ids = torch.cat([bags.ids for bags in served])
     return Wanted(ids.numpy(), lengths[lengths > 0].numpy())
 
@@ -334,13 +371,13 @@ def _ranges(unique: Tensor, bases: dict[int, int]) -> dict[int, tuple[int, int]]
     return {number: (ends[i], ends[i + 1]) for i, number in enumerate(order)}
 
 
-def _joined(weights: Sequence[Tensor | None], keys: Sequence[Tensor]) -> Tensor | None:
+def _joined(weights: Sequence[Tensor | None], ids: Sequence[Tensor]) -> Tensor | None:
     """The weights of all positions, 1 where a feature has none; None if none has any."""
     if all(part is None for part in weights):
         return None
     return torch.cat(
         [
-            torch.ones(len(ids)) if part is None else part
-            for part, ids in zip(weights, keys, strict=True)
+            torch.ones(len(of_part)) if part is None else part
+            for part, of_part in zip(weights, ids, strict=True)
         ]
     )
