@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.codecs import peers, report
-from benchmarks.codecs.measure import Contender, compete, enter, keep
+from benchmarks.codecs.measure import Contender, compete, enter
 from benchmarks.codecs.peers import CODECS, PCODEC_DTYPES, Entry, Packed, Setup
-from benchmarks.common import machine
+from benchmarks.common import figures, machine
 from benchmarks.common.process import code_path, restart
 from benchmarks.data import sets
 
@@ -148,16 +148,14 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Measure codecs on chunks of arrays.")
     parser.add_argument("--data", nargs="+", metavar="SET", help=f"default: {', '.join(DATA)}")
     parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help="timed rounds")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures here")
-    parser.add_argument("--write", action="store_true", help="keep figures, write the document")
-    parser.add_argument("--render", action="store_true", help="only write the document again")
+    figures.add_outputs(parser)
     args = parser.parse_args(argv)
     if not args.render:
         restart(recycle=True)
         trained = [name for name in TRAINED if name in sets.NAMES]
         result = measure(args.data or [*DATA, *trained], args.rounds)
-        keep(result, args.json)
-        keep(result, RESULT if args.write else None)
+        figures.keep(result, args.json)
+        figures.keep(result, RESULT if args.write else None)
     if args.write or args.render:
         DOCUMENT.write_text(document(json.loads(RESULT.read_text())))
         print(f"\nwrote {DOCUMENT}")

@@ -30,8 +30,7 @@ from numpy.typing import NDArray
 # Run as a file, a command finds the package `benchmarks` only in the folder that holds it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.codecs.measure import keep
-from benchmarks.common import machine
+from benchmarks.common import figures, machine
 from benchmarks.data import sets
 
 HERE = Path(__file__).resolve().parent
@@ -230,14 +229,12 @@ def main(argv: list[str]) -> int:
     """
     parser = argparse.ArgumentParser(description="Measure uploads of a second version.")
     parser.add_argument("--case", nargs="+", choices=CASES, help="default: all")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures here")
-    parser.add_argument("--write", action="store_true", help="keep figures, write the document")
-    parser.add_argument("--render", action="store_true", help="only write the document again")
+    figures.add_outputs(parser)
     args = parser.parse_args(argv)
     if not args.render:
         result = measure(args.case or list(CASES))
-        keep(result, args.json)
-        keep(result, RESULT if args.write else None)
+        figures.keep(result, args.json)
+        figures.keep(result, RESULT if args.write else None)
     if args.write or args.render:
         DOCUMENT.write_text(document(json.loads(RESULT.read_text())))
         print(f"wrote {DOCUMENT}")

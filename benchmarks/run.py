@@ -33,8 +33,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.codecs import peers, report, targets
-from benchmarks.codecs.measure import Contender, compete, enter, keep
-from benchmarks.common import machine
+from benchmarks.codecs.measure import Contender, compete, enter
+from benchmarks.common import figures
 from benchmarks.common.process import SIMD_VARIABLE, code_path, restart
 from benchmarks.data import sets
 from benchmarks.layers import measure as layers
@@ -161,11 +161,9 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         "fresh_memory": args.fresh,
         "rounds": args.rounds,
         "limit_nbytes": limit,
-        "machine": machine.describe(),
         "versions": peers.versions(),
         "codecs": {name: peers.CODECS[name].how for name in args.codec},
-        "load_before": os.getloadavg()[0],
-        "core_scaling": [machine.core_scaling()],
+        **figures.begin(),
         "data": [],
         "rows": [],
         "absent": {},
@@ -178,8 +176,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         print(f"\n{report.section(result['data'][-1], rows)}", flush=True)
     whole = args.full and not _is_variant(args) and not limit
     result["files"] = _packed_files() if whole else []
-    result["load_after"] = os.getloadavg()[0]
-    result["core_scaling"].append(machine.core_scaling())
+    figures.end(result)
     print(f"\n{report.summary(result)}")
     print(f"\n## Targets\n\n{report.targets(result, gaps=False)}")
     missing = sorted(set(sets.TRAINING_NAMES) - set(sets.NAMES))
@@ -273,11 +270,11 @@ def _check() -> int:
 
 
 def _keep(result: dict[str, Any], args: argparse.Namespace) -> None:
-    keep(result, args.json)
+    figures.keep(result, args.json)
     if args.write:
         parts = ["cpu", result["simd"], *(["fresh"] if args.fresh else [])]
         RESULTS.mkdir(exist_ok=True)
-        keep(result, RESULTS / f"{'-'.join(parts)}.json")
+        figures.keep(result, RESULTS / f"{'-'.join(parts)}.json")
         _write_documents()
 
 

@@ -21,8 +21,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import machine
+from benchmarks.common.reruns import check_same, one_thread
 from benchmarks.data import sets
 from benchmarks.data.language_model import LanguageModel, ModelShape
 from benchmarks.data.vocabulary import Vocabulary
@@ -178,7 +178,7 @@ class _State:
         for key, tensor in _read(path).items():
             part, name = key.split(".", 1)
             parts[part][name] = tensor
-        _check_identity(path, record, identity)
+        check_same(path, record, identity)
         return cls(record["step"], *parts.values(), record["losses"], record["seconds"])
 
     @classmethod
@@ -220,12 +220,12 @@ def train(
     ids = vocabulary.encode(texts)
     identity = _identity(recipe, vocabulary, ids)
     trainer = _Trainer(recipe, folder, ids, on_step)
-    with _one_thread():
+    with one_thread():
         if record is None:
             record = _do_run(trainer, checkpoint, identity) | {"n_tokens": len(ids)}
             _write_manifest(folder, record)
             checkpoint.unlink()
-        _check_identity(manifest, record, identity)
+        check_same(manifest, record, identity)
         _write_manifest(folder, record | {"history": _do_history(trainer)})
 
 
@@ -351,19 +351,6 @@ def _optimizer(state: _State) -> torch.optim.AdamW:
     return optimizer
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Use one thread and deterministic algorithms only, as long as the block lasts."""
-    threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(strict)
-
-
 def _identity(recipe: Recipe, vocabulary: Vocabulary, ids: NDArray[np.int32]) -> dict[str, Any]:
     """What two runs must share to give the same files on the same machine."""
     return {
@@ -381,17 +368,6 @@ def _identity(recipe: Recipe, vocabulary: Vocabulary, ids: NDArray[np.int32]) ->
             "numpy": np.__version__,
         },
     }
-
-
-def _check_identity(path: Path, record: dict[str, Any], identity: dict[str, Any]) -> None:
-    """Refuse to go on with files that another run has written."""
-    # Compared as JSON, which has no tuples.
-    for key, value in json.loads(json.dumps(identity)).items():
-        if record.get(key) != value:
-            raise ValueError(
-                f"{path} was written with another {key}: {record.get(key)}, now {value}; "
-                "remove the folder to begin anew"
-            )
 
 
 def _file_name(kind: str, step: int) -> str:

@@ -1,6 +1,6 @@
-// Many threads pack and unpack at once, from shared memory that is read-only; each call starts
-// threads of its own. `make tsan` builds this with ThreadSanitizer. Every result is compared with
-// the result of a single thread.
+// Many threads pack, unpack and patch tensors and code bounded messages at once, from shared memory
+// that is read-only; each call starts threads of its own. `make tsan` builds this with
+// ThreadSanitizer. Every result is compared with the result of a single thread.
 //
 // Usage: threads [seconds]
 #include <sys/mman.h>
@@ -9,7 +9,10 @@
 #include <chrono>
 #include <random>
 
+#include "bounded/coded.hpp"
+#include "bounded/decode.hpp"
 #include "common.hpp"
+#include "tensor/patch.hpp"
 
 namespace packhorse::fuzz {
 namespace {
@@ -60,11 +63,13 @@ struct Tensor {
           level(level),
           side(predicts ? kRows + geometry.n_units / kRows : 0) {
         claim(geometry.n_chunks() > 4, "there are chunks for several threads");
-        // The base is near the tensor in the middle and far from it elsewhere, so that some chunks
-        // use the base and some do not.
+        // The base is near the tensor in the middle, even nearer in one chunk, and far from it
+        // elsewhere, so that some chunks use the base, one as a few differences, and some do not.
         base_units.assign(source.data(), source.data() + kNbytes);
         for (std::size_t i = 0; i < kNbytes; ++i)
-            base_units[i] ^= static_cast<uint8_t>(i >> 19 == 1 ? i % 8 == 0 : 97 * i >> 3);
+            base_units[i] ^= static_cast<uint8_t>(i >> 18 == 3   ? i % 512 == 0
+                                                  : i >> 18 == 2 ? i % 8 == 0
+                                                                 : 97 * i >> 3);
         claim(side_fault(geometry, side.size(), kRows) == nullptr, "the side data fit");
         const std::size_t n_columns = geometry.n_units / kRows;
         if (predicts)
@@ -112,16 +117,36 @@ struct Job {
         : tensor(seed, unit_nbytes, split, level, predicts),
           packed(tensor, 1, Isa::kPortable),
           damaged(packed) {
+        const uint32_t* const row = packed.table.data() + 3 * tensor.geometry.row_length();
+        claim(patch_kind(row) == PatchKind::kChanges, "a chunk is coded as a few differences");
         for (const std::size_t chunk : {std::size_t{1}, std::size_t{3}})
             damaged.payload.data()[damaged.offsets[chunk]] ^= 1;
     }
 };
 
+EncodedTensor view(const Job& job, const Packed& packed, const Base& base) {
+    return {job.tensor.geometry,   job.tensor.side_view(), base,
+            packed.payload.data(), packed.table.data(),    packed.offsets};
+}
+
 DecodeResult decode(const Job& job, const Packed& packed, std::size_t start, Buffer& dst,
                     std::size_t threads, Isa isa) {
-    const EncodedTensor tensor{job.tensor.geometry,   job.tensor.side_view(), job.tensor.base(),
-                               packed.payload.data(), packed.table.data(),    packed.offsets};
-    return decode_tensor(tensor, start, dst.data(), dst.nbytes(), true, threads, isa);
+    return decode_tensor(view(job, packed, job.tensor.base()), start, dst.data(), dst.nbytes(),
+                         true, threads, isa);
+}
+
+// Makes a copy of the base the tensor, and lists what that changes.
+void patch(const Job& job, std::size_t threads, Isa isa) {
+    Buffer target(kNbytes);
+    std::copy_n(job.tensor.base_units.data(), kNbytes, target.data());
+    const EncodedTensor onto = view(job, job.packed, {target.data(), true, Cast::kNone});
+    std::vector<ChunkChanges> changes;
+    claim(list_changes(onto, threads, isa, changes).status == Status::kOk &&
+              changes[3].places.size() > 0,
+          "changes are listed");
+    claim(patch_tensor(onto, target.data(), threads, isa).status == Status::kOk &&
+              std::equal(target.data(), target.data() + kNbytes, job.tensor.source.data()),
+          "patching makes the base the tensor");
 }
 
 void call_once(const Job& job, std::size_t threads, Isa isa) {
@@ -142,6 +167,68 @@ void call_once(const Job& job, std::size_t threads, Isa isa) {
     const DecodeResult bad = decode(job, job.damaged, 0, whole, threads, isa);
     claim(bad.status == Status::kChecksum && (bad.chunk == 1 || bad.chunk == 3),
           "a damaged chunk is found");
+    patch(job, threads, isa);
+}
+
+// A message of several segments with escapes, and its models, which all callers share.
+struct BoundedJob {
+    static constexpr std::size_t kElements = 300'000;
+    std::vector<float> elements;
+    std::vector<SegmentSpec> specs{{200'001, 0.01, 0.0, 6}, {99'999, 0.001, 0.5, 8}};
+    Rounding rounding;
+    Buffer message{0};
+    Buffer decoded{kElements * sizeof(float)};
+    std::unique_ptr<CodeTables> tables;
+
+    explicit BoundedJob(Rounding rounding) : elements(kElements), rounding(rounding) {
+        std::mt19937 random(7);
+        std::normal_distribution<float> normal(0, 0.1F);
+        for (float& element : elements) element = normal(random);
+        message = encode(1, Isa::kPortable);
+        BoundedMessage found = read_bounded(message.data(), message.nbytes(), Isa::kPortable);
+        decode_bounded_message(message.data(), found, decoded.data(), 1, Isa::kPortable);
+        claim(found.fault == BoundedFault::kNone, "what was encoded is decoded");
+        const std::vector<uint8_t> models =
+            choose_code_models(message.data(), found, Isa::kPortable);
+        tables = std::make_unique<CodeTables>(models.data(), models.size(), Isa::kPortable);
+        claim(tables->of(0) != nullptr, "a segment has a model");
+    }
+
+    Buffer encode(std::size_t threads, Isa isa) const {
+        const BoundedHeader header{kF32Code, rounding, BoundedForm::kPlain, 2};
+        Buffer room(max_bounded_nbytes(specs, sizeof(float)));
+        const auto* const src = reinterpret_cast<const uint8_t*>(elements.data());
+        const BoundedEncoding made =
+            encode_bounded_message(src, specs, {header, 11, 0, threads}, room.data(), isa);
+        claim(made.fault == BoundedFault::kNone, "elements are encoded");
+        Buffer exact(made.nbytes);
+        std::copy_n(room.data(), made.nbytes, exact.data());
+        return exact;
+    }
+
+    // Codes the message with the shared tables, and decodes it again.
+    Buffer recode(std::size_t threads, Isa isa) const {
+        const BoundedMessage found = read_bounded(message.data(), message.nbytes(), isa);
+        Buffer room(kCodedHeaderNbytes + message.nbytes() + 1024);
+        const std::size_t nbytes = encode_coded(message.data(), message.nbytes(), found, *tables,
+                                                false, room.data(), threads, isa);
+        const CodedMessage coded = read_coded(room.data(), nbytes, message.nbytes(), isa);
+        Buffer back(coded.message_nbytes);
+        claim(decode_coded(room.data(), coded, *tables, back.data(), threads, isa),
+              "a coded message is decoded");
+        return back;
+    }
+};
+
+void call_once(const BoundedJob& job, std::size_t threads, Isa isa) {
+    claim(job.encode(threads, isa).equals(job.message),
+          "the same message from any number of threads");
+    BoundedMessage found = read_bounded(job.message.data(), job.message.nbytes(), isa);
+    Buffer decoded(job.decoded.nbytes());
+    decode_bounded_message(job.message.data(), found, decoded.data(), threads, isa);
+    claim(found.fault == BoundedFault::kNone && decoded.equals(job.decoded),
+          "the same elements from any number of threads");
+    claim(job.recode(threads, isa).equals(job.message), "a coded message gives the message");
 }
 
 // Returns the number of rounds of all callers together.
@@ -150,6 +237,7 @@ std::size_t run(std::chrono::seconds limit) {
     jobs.push_back(std::make_unique<Job>(1, 2, 2, Level::kDefault, false));
     jobs.push_back(std::make_unique<Job>(2, 4, 2, Level::kMax, true));
     jobs.push_back(std::make_unique<Job>(3, 1, 0, Level::kFast, false));
+    const BoundedJob messages[]{BoundedJob(Rounding::kNearest), BoundedJob(Rounding::kStochastic)};
     const auto end = std::chrono::steady_clock::now() + limit;
     std::barrier start(kCallers);
     std::atomic<std::size_t> rounds{0};
@@ -160,6 +248,7 @@ std::size_t run(std::chrono::seconds limit) {
             for (std::size_t i = caller; std::chrono::steady_clock::now() < end; ++i) {
                 const auto isa = choose_isa(static_cast<uint32_t>(i / 2));
                 call_once(*jobs[i % jobs.size()], 1 + i % kMaxThreads, isa);
+                call_once(messages[i / 3 % 2], 1 + i % kMaxThreads, isa);
                 ++rounds;
             }
         });

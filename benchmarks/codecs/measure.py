@@ -10,14 +10,12 @@ timed on a part from the middle, in every third round.
 """
 
 import gc
-import json
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +31,6 @@ __all__ = [
     "compete",
     "cores",
     "enter",
-    "keep",
     "time_call",
 ]
 
@@ -228,14 +225,3 @@ def _spread(seconds: list[float], nbytes: int) -> tuple[float, float, float]:
     """Median, least and greatest speed in GB/s."""
     speeds = [nbytes / s / 1e9 for s in seconds]
     return statistics.median(speeds), min(speeds), max(speeds)
-
-
-def keep(result: dict[str, Any], place: Path | None) -> None:
-    """Writes figures as JSON.
-
-    Args:
-        result: the figures.
-        place: the file; None to write nothing.
-    """
-    if place is not None:
-        place.write_text(json.dumps(result, indent=1) + "\n")

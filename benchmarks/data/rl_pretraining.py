@@ -6,9 +6,7 @@ also when the run is stopped and goes on.
 """
 
 import hashlib
-import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from benchmarks.common.reruns import check_same, one_thread
 from benchmarks.data.language_model import LanguageModel, ModelShape
 from benchmarks.data.rl_masters import Masters, Optimizer
 from benchmarks.data.vocabulary import Vocabulary
 
-__all__ = ["CHECKPOINT", "Corpus", "Pretraining", "check_same", "one_thread", "pretrain"]
+__all__ = ["CHECKPOINT", "Corpus", "Pretraining", "pretrain"]
 
 CHECKPOINT = "pretrained.safetensors"
 
@@ -124,12 +123,13 @@ def pretrain(
         ValueError: the checkpoint in the folder was made by another recipe or from another text.
     """
     path = folder / CHECKPOINT
-    record = {"recipe": asdict(recipe), "corpus_sha256": corpus.sha256, "losses": []}
+    identity = {"recipe": asdict(recipe), "corpus_sha256": corpus.sha256}
+    record: dict[str, Any] = {**identity, "losses": []}
     model = LanguageModel(recipe.shape, seed=recipe.seed)
     masters = Masters(dict(model.named_parameters()), recipe.optimizer)
     if path.exists():
         masters, kept = Masters.load(path, recipe.optimizer)
-        check_same(path, kept, record)
+        check_same(path, kept, identity)
         record = kept
     with one_thread():
         while masters.step < recipe.steps:
@@ -149,37 +149,3 @@ def _step(recipe: Pretraining, corpus: Corpus, model: LanguageModel, masters: Ma
     loss.backward()
     masters.move(model, recipe.rate(step))
     return round(loss.item(), 4)
-
-
-def check_same(path: Path, kept: dict[str, Any], record: dict[str, Any]) -> None:
-    """Refuse to go on with a file that another recipe has written.
-
-    Args:
-        path: the file, for the message.
-        kept: the record in it.
-        record: what the record of this recipe begins with.
-
-    Raises:
-        ValueError: they differ in the recipe or in the text.
-    """
-    for key in record.keys() - {"losses"}:
-        # Compared as JSON, which has no tuples.
-        wanted = json.loads(json.dumps(record[key]))
-        if kept[key] != wanted:
-            raise ValueError(
-                f"{path} was made with another {key}: {kept[key]}, now {wanted}; "
-                "remove its folder to begin anew"
-            )
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Use one thread and deterministic algorithms only, as long as the block lasts."""
-    threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(strict)

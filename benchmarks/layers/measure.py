@@ -29,8 +29,8 @@ import ml_dtypes
 import numpy as np
 
 from benchmarks.codecs import peers
-from benchmarks.codecs.measure import cores, keep, time_call
-from benchmarks.common import machine
+from benchmarks.codecs.measure import cores, time_call
+from benchmarks.common import figures
 from benchmarks.common.process import SIMD_VARIABLE, code_path, restart
 from benchmarks.data import sets
 from benchmarks.layers import loading, report
@@ -117,10 +117,10 @@ def main(argv: list[str]) -> int:
         return 0
     restart(recycle=False, simd=args.simd)
     result = _measure(args, SMOKE if args.smoke else WHOLE)
-    keep(result, args.json)
+    figures.keep(result, args.json)
     if args.write:
         whole = result if args.part is PARTS else _merged(json.loads(RESULT.read_text()), result)
-        keep(whole, RESULT)
+        figures.keep(whole, RESULT)
         _write_document(whole)
     return 0
 
@@ -144,9 +144,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, metavar="N", help=f"default {WHOLE.rounds}")
     parser.add_argument("--simd", help="force a code path")
     parser.add_argument("--smoke", action="store_true", help="tiny; times mean nothing")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures here")
-    parser.add_argument("--write", action="store_true", help="keep figures, write the document")
-    parser.add_argument("--render", action="store_true", help="only write the document again")
+    figures.add_outputs(parser)
     args = parser.parse_args(argv)
     if args.write and (args.smoke or args.rounds or args.simd):
         parser.error("--write needs a whole run, or whole parts")
@@ -169,10 +167,8 @@ def _measure(args: argparse.Namespace, scale: Scale) -> dict[str, Any]:
         "path": code_path(),
         "rounds": scale.rounds,
         "limit_nbytes": None,
-        "machine": machine.describe(),
         "versions": peers.versions() | loading.versions(),
-        "load_before": os.getloadavg()[0],
-        "core_scaling": [machine.core_scaling()],
+        **figures.begin(),
         "parts": {},
         "absent": {},
     }
@@ -185,8 +181,7 @@ def _measure(args: argparse.Namespace, scale: Scale) -> dict[str, Any]:
             result["absent"][name] = str(reason)
             continue
         print(f"\n{report.section(name, result)}", flush=True)
-    result["load_after"] = os.getloadavg()[0]
-    result["core_scaling"].append(machine.core_scaling())
+    figures.end(result)
     return result
 
 

@@ -12,7 +12,6 @@ With `--write` the figures are kept in `benchmarks/results/shelf.json` and make
 
 import argparse
 import json
-import os
 import tempfile
 import time
 from pathlib import Path
@@ -21,8 +20,7 @@ from typing import Any
 from threadpoolctl import threadpool_limits
 
 from benchmarks.codecs import peers
-from benchmarks.codecs.measure import keep
-from benchmarks.common import machine
+from benchmarks.common import figures
 from benchmarks.common.process import code_path
 from benchmarks.shelf import report
 from benchmarks.shelf.rows import COMMON_ROWS, measure_limited, measure_rows
@@ -56,10 +54,7 @@ def main(argv: list[str]) -> int:
         _write_document(json.loads(RESULT.read_text()))
         return 0
     result = _measure(args)
-    keep(result, args.json)
-    if args.write:
-        keep(result, RESULT)
-        _write_document(result)
+    figures.finish(result, args, RESULT, _write_document)
     return 0
 
 
@@ -74,9 +69,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--part", nargs="+", choices=PARTS, help="default: all")
     parser.add_argument("--folder", type=Path, help="on the disk to measure, default: temporary")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures here")
-    parser.add_argument("--write", action="store_true", help="keep figures, write the document")
-    parser.add_argument("--render", action="store_true", help="only write the document again")
+    figures.add_outputs(parser)
     args = parser.parse_args(argv)
     if args.write and (args.store or args.part):
         parser.error("--write needs a whole run")
@@ -91,11 +84,9 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         "kind": MODE,
         "date": time.strftime("%Y-%m-%d"),
         "path": code_path(),
-        "machine": machine.describe(),
         "versions": peers.versions(PACKAGES),
         "stores": {name: STORES[name].how for name in args.store},
-        "load_before": os.getloadavg()[0],
-        "core_scaling": [machine.core_scaling()],
+        **figures.begin(),
     }
     for part in args.part:
         with _folder(args) as folder:
@@ -108,8 +99,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
                 print(f"not measured: {part}: {reason}")
                 continue
         print(f"\n{report.part(result, part)}\n", flush=True)
-    result["load_after"] = os.getloadavg()[0]
-    result["core_scaling"].append(machine.core_scaling())
+    figures.end(result)
     print(report.targets(result))
     return result
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.codecs import peers
-from benchmarks.codecs.measure import Contender, compete, enter, keep
-from benchmarks.common import machine
+from benchmarks.codecs.measure import Contender, compete, enter
+from benchmarks.common import figures
 from benchmarks.common.process import SIMD_VARIABLE, code_path, restart
 from benchmarks.snapshots import delta_peers, history, history_report, pairs, report
 
@@ -54,10 +54,7 @@ def main(argv: list[str]) -> int:
     except FileNotFoundError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 1
-    keep(result, args.json)
-    if args.write:
-        keep(result, RESULT)
-        _write_document(result)
+    figures.finish(result, args, RESULT, _write_document)
     return 0
 
 
@@ -71,9 +68,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "--codec", nargs="+", choices=delta_peers.CODECS, metavar="CODEC", help=codecs
     )
     parser.add_argument("--rounds", type=int, metavar="N", help=f"timed rounds, default {ROUNDS}")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures here")
-    parser.add_argument("--write", action="store_true", help="keep figures, write the document")
-    parser.add_argument("--render", action="store_true", help="only write the document again")
+    figures.add_outputs(parser)
     parser.add_argument("--part", choices=PARTS, help="measure only these pairs, or the history")
     args = parser.parse_args(argv)
     chosen = args.pair or args.codec
@@ -95,11 +90,9 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         "path": code_path(),
         "rounds": args.rounds,
         "limit_nbytes": None,
-        "machine": machine.describe(),
         "versions": peers.versions(),
         "codecs": {name: delta_peers.CODECS[name].how for name in args.codec},
-        "load_before": os.getloadavg()[0],
-        "core_scaling": [machine.core_scaling()],
+        **figures.begin(),
         "data": [],
         "rows": [],
         "parts": {},
@@ -114,8 +107,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.part != "pairs":
         result["history"] = history.measure_history()
         print(f"\n{history_report.section(result['history'])}", flush=True)
-    result["load_after"] = os.getloadavg()[0]
-    result["core_scaling"].append(machine.core_scaling())
+    figures.end(result)
     if result["rows"]:
         print(f"\n{report.summary(result)}")
     return result

@@ -218,7 +218,7 @@ def _bytes(values: Tensor) -> Any:
 
 
 def _pack(piece: Bytes) -> Bytes:
-    packed = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(piece)
+    packed = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(memoryview(piece))
     return np.frombuffer(packed, np.uint8) if len(packed) < piece.size else piece
 
 
@@ -226,4 +226,4 @@ def _unpack(packed: Bytes, out: Bytes) -> None:
     if packed.size == out.size:
         out[:] = packed
         return
-    out[:] = np.frombuffer(zstandard.ZstdDecompressor().decompress(packed), np.uint8)
+    out[:] = np.frombuffer(zstandard.ZstdDecompressor().decompress(memoryview(packed)), np.uint8)

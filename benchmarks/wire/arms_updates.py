@@ -150,9 +150,13 @@ class _Sparse(_Stateless):
         """Indices of the elements that differ, ascending."""
 
         def work(block: slice) -> NDArray[np.int64]:
-            return np.flatnonzero(self._new[block] != self._base[block]) + block.start
+            start: int = block.start
+            return np.flatnonzero(self._new[block] != self._base[block]) + start
 
-        return np.concatenate(self._map(work, self._blocks(self._new.nbytes, 2)))
+        changed: NDArray[np.int64] = np.concatenate(
+            self._map(work, self._blocks(self._new.nbytes, 2))
+        )
+        return changed
 
     def _by_tensor(self, index: NDArray[np.int64]) -> list[slice]:
         """Which of the ascending indices belong to each tensor."""
@@ -209,7 +213,7 @@ class GapsXorZstd(_Sparse):
         return np.dtype(width).itemsize, gaps.astype(width).tobytes()
 
     def decode(self, parts: Parts) -> Any:
-        body = memoryview(zstandard.ZstdDecompressor().decompress(parts[0]))
+        body = memoryview(zstandard.ZstdDecompressor().decompress(memoryview(parts[0])))
         at = 4 + int.from_bytes(body[:4], "little")
         index = []
         for (count, kind), (_, _, first, _) in zip(
@@ -257,7 +261,7 @@ class CooZstd(_Sparse):
         return [_bytes(_compressed(body, self._threads))]
 
     def decode(self, parts: Parts) -> Any:
-        body = memoryview(zstandard.ZstdDecompressor().decompress(parts[0]))
+        body = memoryview(zstandard.ZstdDecompressor().decompress(memoryview(parts[0])))
         at = 4 + int.from_bytes(body[:4], "little")
         index, values = [], []
         for (count, *names), (_, shape, first, _) in zip(
@@ -446,7 +450,7 @@ def _compressed(source: Any, threads: int = 0) -> bytes:
 
 
 def _decompress_into(packed: Bytes, place: Bytes) -> None:
-    place[:] = np.frombuffer(zstandard.ZstdDecompressor().decompress(packed), np.uint8)
+    place[:] = np.frombuffer(zstandard.ZstdDecompressor().decompress(memoryview(packed)), np.uint8)
 
 
 def _joined(blocks: Sequence[bytes]) -> Parts:

@@ -150,10 +150,11 @@ class _Steps:
         fetched = now()
         logits = self._model(batch.dense, bags)
         loss = functional.binary_cross_entropy_with_logits(logits, batch.labels)
-        loss.backward()
+        torch.autograd.backward(loss)
         returned = now()
         self._average_dense()
         for parameter in self._bags.parameters():
+            assert parameter.grad is not None
             parameter.grad = parameter.grad / self._world
         self._optimizer.step()
         if not bool(loss.isfinite()):
@@ -176,8 +177,9 @@ def _bags(batch: Batch) -> list[Bags]:
 
 def _rank(rank: int, world: int, folder: str, options: Mapping[str, Any], queue: Any) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
+    )
     group = dist.group.WORLD
     assert group is not None
     queue.put((rank, run(rank, world, group, options)))

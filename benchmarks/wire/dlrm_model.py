@@ -115,6 +115,7 @@ class Model(nn.Module):
         self.bottom = _layers(N_DENSE, 64, dim)
         self.top = _layers(dim + n * (n - 1) // 2, 128, 32, 1)
         rows, columns = torch.tril_indices(n, n, -1)
+        self.pairs: Tensor
         self.register_buffer("pairs", rows * n + columns)
 
     def forward(self, dense: Tensor, embeddings: Sequence[Tensor]) -> Tensor:
@@ -123,7 +124,8 @@ class Model(nn.Module):
         vectors = torch.stack([bottom, *embeddings], 1)
         products = vectors @ vectors.transpose(1, 2)
         chosen = products.flatten(1).index_select(1, self.pairs)
-        return self.top(torch.cat([bottom, chosen], 1)).squeeze(1)
+        logits: Tensor = self.top(torch.cat([bottom, chosen], 1))
+        return logits.squeeze(1)
 
 
 def auc(scores: np.ndarray, labels: np.ndarray) -> float:

@@ -108,12 +108,13 @@ class OverGloo(Ranks):
     def backward(self, model: Model, parts: Sequence[Batch]) -> float:
         """As `Ranks`."""
         loss = _loss(model, parts[0], self.bags[0](_bags(parts[0])))
-        loss.backward()
-        grads = [p.grad for p in model.parameters()]
+        torch.autograd.backward(loss)
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
         flat = torch.cat([grad.reshape(-1) for grad in grads])
         dist.all_reduce(flat)
         flat /= self.world
-        for grad, mean in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+        means = torch.split(flat, [grad.numel() for grad in grads])
+        for grad, mean in zip(grads, means, strict=True):
             grad.copy_(mean.view_as(grad))
         total = loss.detach().clone()
         dist.all_reduce(total)
@@ -146,8 +147,9 @@ class InOneProcess(Ranks):
         for exchange, plan, own, part in zip(exchanges, plans, slots, parts, strict=True):
             losses.append(_loss(model, part, exchange.pool(plan, own)))
         for loss in losses:
-            loss.backward()
+            torch.autograd.backward(loss)
         for parameter in model.parameters():
+            assert parameter.grad is not None
             parameter.grad /= self.world
         grads = [[part.grad for part in own] for own in slots]
         messages = [e.encode_gradients(*x) for e, *x in zip(exchanges, plans, grads, strict=True)]
@@ -175,7 +177,7 @@ class InOneProcess(Ranks):
         ]
         rows = [b.gather(p.requests) for b, p in zip(self.bags, plans, strict=True)]
         sent = [[part.detach() for part in own] for own in rows]
-        messages = [e.encode_rows(*x) for e, *x in zip(exchanges, plans, sent, strict=True)]
+        messages = [e.encode_rows(p, s) for e, p, s in zip(exchanges, plans, sent, strict=True)]
         got = [
             exchange.decode_rows(plans[rank], sent[rank], [one[rank] for one in messages])
             for rank, exchange in enumerate(exchanges)

@@ -45,7 +45,7 @@ CURVE = 8  # so often is the AUC measured
 def main() -> None:
     """Runs the command line."""
     args = _arguments()
-    empty = {"kind": "dlrm", "runs": {}}
+    empty: dict[str, Any] = {"kind": "dlrm", "runs": {}}
     found = json.loads(args.output.read_text()) if args.output.exists() else empty
     for arm in [] if args.picture else args.arms:
         start = time.perf_counter()
@@ -111,8 +111,9 @@ def _rank(
 ) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.FileStore(f"{folder}/store", world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
+    )
     result = train(arm, OverGloo(rank, world), settings)
     if rank == 0:
         queue.put(json.dumps(result))

@@ -23,8 +23,7 @@ from types import FrameType
 from typing import Any
 
 from benchmarks.codecs import peers
-from benchmarks.codecs.measure import keep
-from benchmarks.common import machine
+from benchmarks.common import figures
 from benchmarks.common.process import code_path, restart
 from benchmarks.wire import arms_collectives, arms_updates, dlrm_arms, fsdp, report
 from benchmarks.wire.links import RATES, Links, connect, loopback, obstacle
@@ -73,10 +72,7 @@ def main(argv: list[str]) -> int:
     restart(recycle=True)
     signal.signal(signal.SIGTERM, _stop)
     result = _measure(args)
-    keep(result, args.json)
-    if args.write:
-        keep(result, RESULT)
-        _write_document(result)
+    figures.finish(result, args, RESULT, _write_document)
     return 0
 
 
@@ -102,9 +98,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--mib", type=int, metavar="N", help="MiB of the weights")
     parser.add_argument("--rounds", type=int, metavar="N", help="timed rounds")
     parser.add_argument("--trace", type=Path, metavar="FOLDER", help="of `make rl-trace`")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures here")
-    parser.add_argument("--write", action="store_true", help="keep figures, write the document")
-    parser.add_argument("--render", action="store_true", help="only write the document again")
+    figures.add_outputs(parser)
     args = parser.parse_args(argv)
     if args.write and (not args.full or args.scenario or args.arm):
         parser.error("--write needs a whole run: --full --write")
@@ -122,7 +116,6 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         "kind": MODE,
         "date": time.strftime("%Y-%m-%d"),
         "path": code_path(),
-        "machine": machine.describe(),
         "versions": peers.versions(PACKAGES),
         "arms": {
             "updates": {name: arm.how for name, arm in arms_updates.ARMS.items()},
@@ -132,12 +125,10 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         },
         "rounds": args.rounds,
         "not_shaped": reason,
-        "load_before": os.getloadavg()[0],
-        "core_scaling": [machine.core_scaling()],
+        **figures.begin(),
         "runs": list(_runs(args, shaped=reason is None)),
     }
-    result["load_after"] = os.getloadavg()[0]
-    result["core_scaling"].append(machine.core_scaling())
+    figures.end(result)
     print(f"\n{report.body(result)}")
     return result
 

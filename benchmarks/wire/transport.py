@@ -69,13 +69,14 @@ def exchange(parts: Sequence[Bytes], outs: Sequence[Bytes], group: dist.ProcessG
     works = [dist.irecv(_tensor(outs[k]), k, group) for k in others if outs[k].size]
     works += [dist.isend(_tensor(parts[k]), k, group) for k in others if parts[k].size]
     for work in works:
-        work.wait()
+        if work is not None:
+            work.wait()
 
 
 def _pieces(message: torch.Tensor, piece: int | None) -> Sequence[torch.Tensor]:
     if piece is None or message.numel() <= piece:
         return [message] if message.numel() else []
-    return message.split(piece)
+    return torch.split(message, piece)
 
 
 def _tensor(data: Bytes) -> torch.Tensor:

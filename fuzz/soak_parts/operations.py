@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import packhorse.numpy
+from packhorse.codecs.bounded import decode_bounded
 from packhorse.disk import SnapshotStore, pack_file, unpack_file, unpack_folder
+from packhorse.wire.updates import DeltaReceiver
 
 __all__ = ["Breaks", "Operations"]
 
@@ -38,6 +40,8 @@ class Operations:
     take: Callable[..., Any] = SnapshotStore.take
     restore: Callable[..., Any] = SnapshotStore.restore
     prune: Callable[..., Any] = SnapshotStore.prune
+    decode_bounded: Callable[..., None] = decode_bounded
+    commit: Callable[..., None] = DeltaReceiver.commit
     command: Callable[[list[str]], int] = _command
     check_input: Callable[[str, bytes], None] = _check_input
 

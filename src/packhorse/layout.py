@@ -30,6 +30,8 @@ __all__ = [
     "CLASSED_CHUNK_NBYTES",
     "CLASSED_MODELS_OFFSET",
     "CODED_HEADER",
+    "CODED_MAGIC",
+    "CODED_PIECE",
     "CONTENT_LEAF_NBYTES",
     "CRITICAL_FLAGS",
     "CRITICAL_FLAGS_OFFSET",
@@ -63,6 +65,7 @@ __all__ = [
     "MAX_CHUNK_LOG",
     "MAX_CHUNK_NBYTES",
     "MAX_CLASSES",
+    "MAX_CODED_BITS",
     "MAX_CODE_BITS",
     "MAX_DELTA_CLASSES",
     "MAX_DIMS",
@@ -475,6 +478,9 @@ BOUNDED_CRC_OFFSET = 12
 BOUNDED_ENTRY = struct.Struct("<IIdddBBH4s")
 # magic, version, has_models, reserved, n_pieces, CRC, nbytes, nbytes and CRC of the models
 CODED_HEADER = struct.Struct("<4sBB2sIIQII")
+CODED_MAGIC = b"\x89PHC"
+CODED_PIECE = 1 << 18  # elements of a segment whose codes are coded together
+MAX_CODED_BITS = 8  # of codes that are coded: each is a byte of a stream
 BOUNDED_ALIGNMENT = 64  # of the codes: a cache line, and the width of a row of lanes
 BOUNDED_LANES = 16  # words of a row: as many as the widest vector register has
 BOUNDED_BLOCK = 512  # elements: then each lane has 32 codes, which fill whole words

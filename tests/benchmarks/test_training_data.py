@@ -193,14 +193,14 @@ def test_run_is_not_begun_over_another(
         train(recipe, tmp_path, texts, on_step=_stop_at(6))
     with pytest.raises(FileExistsError, match="--resume goes on with it"):
         train(recipe, tmp_path, texts)
-    with pytest.raises(ValueError, match=r"written with another (tokens|vocabulary)_sha256"):
+    with pytest.raises(ValueError, match=r"made with another (tokens|vocabulary)_sha256"):
         train(recipe, tmp_path, [*texts, b"one more text"], resume=True)
     manifest = _manifest(run)
     del manifest["history"]
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(FileExistsError, match="--resume goes on with it"):
         train(recipe, tmp_path, texts)
-    with pytest.raises(ValueError, match=r"written with another (tokens|vocabulary)_sha256"):
+    with pytest.raises(ValueError, match=r"made with another (tokens|vocabulary)_sha256"):
         train(recipe, tmp_path, [*texts, b"one more text"], resume=True)
 
 

@@ -4,7 +4,7 @@
 it. Encoders are free to write other bytes, so nothing here compares those; today's frames of the
 same tensors must decode to the same tensors. After adding a case, write the missing files with
 
-    python tests/codecs/test_golden.py --write-missing
+    PYTHONPATH=tests/samples python tests/codecs/test_golden.py --write-missing
 
 which never touches an existing file, and refuses to write for an older version of the format.
 """

@@ -8,7 +8,7 @@ bits under the name of the weight, as state dicts have now; the others are older
 in it. The output of an encoder is defined to the bit, so packing the elements again must give the
 same arrays. After adding a case, write the missing files with
 
-    python tests/codecs/test_golden_weights.py --write-missing
+    PYTHONPATH=tests/samples python tests/codecs/test_golden_weights.py --write-missing
 
 which never touches an existing file, and refuses to write for an older version of the format.
 """

@@ -351,5 +351,10 @@ def test_the_core_has_the_same_numbers_of_bounded_codes() -> None:
     assert cpp_enum("Rounding", BOUNDED) == {member.name: int(member) for member in Rounding}
     magic = ", ".join(f"0x{byte:02X}" for byte in layout.BOUNDED_MAGIC)
     assert f"kBoundedMagic[4] = {{{magic}}}" in BOUNDED
+    coded_magic = ", ".join(f"0x{byte:02X}" for byte in layout.CODED_MAGIC)
+    assert f"kCodedMagic[4] = {{{coded_magic}}}" in BOUNDED
+    assert layout.CODED_PIECE == 512 * layout.BOUNDED_BLOCK
+    assert "kCodedPiece = 512 * kBoundedBlock;" in BOUNDED
+    assert f"kMaxCodedBits = {layout.MAX_CODED_BITS};" in BOUNDED
     words = set(_MESSAGE_WORDS) | {BoundedFault.SHORT, BoundedFault.VERSION}
     assert words == {fault for fault in BoundedFault if fault >= BoundedFault.SHORT}

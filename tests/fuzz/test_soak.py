@@ -19,7 +19,10 @@ pytest.importorskip("typer")
 
 FUZZ = Path(__file__).parents[2] / "fuzz"
 CASES = Path(__file__).parent / "soak_cases"
-PARTS = ("round-trips", "lies", "stores", "kills", "changes", "forks", "crowds")
+PARTS = (
+    *("round-trips", "lies", "stores", "kills", "changes", "forks", "crowds"),
+    *("bounded", "updates"),
+)
 N_CASES = 2  # of each part
 TENSOR = {"dtype": "BF16", "shape": [64, 50], "kind": "weights", "seed": 1}
 FRAME = {"kind": "frame", "level": "default", "threads": 1, "tensor": TENSOR, "base": None,
@@ -61,6 +64,19 @@ BROKEN: dict[str, tuple[str, Any, str]] = {
         {"kind": "outputs", "sources": [[TENSOR]], "verb": "pack", "n": 2, "folder": False,
          "force": False},
         "exit codes [0, 0]",
+    ),
+    "bounded": (
+        "flip",
+        {"kind": "plain", "dtype": "F32", "data": "weights", "segments": [[700, 0.001, 7, 0.0]],
+         "stochastic": True, "seed": 1, "isa": "portable", "threads": 1, "lost": [], "flips": []},
+        "the slow decoder gives other elements",
+    ),
+    "updates": (
+        "lose",
+        {"kind": "link", "tensors": [TENSOR], "steps": [["next", 7]], "anchor_every": None,
+         "level": "default", "threads": 1, "in place": False, "have it": False,
+         "own": False},
+        "the receiver names another version",
     ),
 }  # fmt: skip
 

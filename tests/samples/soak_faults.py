@@ -27,7 +27,13 @@ def flip(operations: Operations) -> Operations:
         state["weights"] = _flipped(state["weights"])
         return state
 
-    return replace(operations, decompress=decompress, restore=restore)
+    def decode_bounded(message: Any, out: Any, **options: Any) -> None:
+        operations.decode_bounded(message, out, **options)
+        _flipped(out)
+
+    return replace(
+        operations, decompress=decompress, restore=restore, decode_bounded=decode_bounded
+    )
 
 
 def _flipped(array: Any) -> Any:
@@ -54,7 +60,8 @@ def tear(operations: Operations) -> Operations:
 
 
 def lose(operations: Operations) -> Operations:
-    """A folder is unpacked whatever its index says, and the newest snapshot is pruned."""
+    """A folder is unpacked whatever its index says, the newest snapshot is pruned, and staged
+    updates are dropped."""
 
     def unpack_folder(source: Path, output: Path, **options: Any) -> None:
         output.mkdir()
@@ -62,7 +69,10 @@ def lose(operations: Operations) -> Operations:
     def prune(store: Any, *, keep: Any) -> Any:
         return operations.prune(store, keep=store.names()[:1])
 
-    return replace(operations, unpack_folder=unpack_folder, prune=prune)
+    def commit(receiver: Any, staged: Any) -> None:
+        pass
+
+    return replace(operations, unpack_folder=unpack_folder, prune=prune, commit=commit)
 
 
 def forget_force(operations: Operations) -> Operations:

@@ -6,9 +6,9 @@ define. It is clear and not fast: expect one or two MB/s.
 
 Every rule is checked where the page states it: the whole header before any chunk is read, a chunk's
 CRC before its streams. `words` is section 1 of the page, `header` 2 and 3, `frame` 4, 5 and 7,
-`streams`, `rans` and `delta` 6, `file` and `folder` 8, `weights` 12 (with NumPy). Offsets in
-messages count from the start of the frame; `decode_file` adds the tensor's name and the frame's
-offset.
+`streams`, `rans` and `delta` 6, `file` and `folder` 8, `weights` 12 and `bounded` and `coded` 13
+(with NumPy). Offsets in messages count from the start of the frame; `decode_file` adds the tensor's
+name and the frame's offset.
 """
 
 from packhorse.reference.file import decode_file

@@ -34,7 +34,7 @@ from packhorse.layout import (
 )
 from packhorse.reference.words import crc32c
 
-__all__ = ["Entry", "decode_message", "encode_message", "step_of"]
+__all__ = ["Entry", "codes_nbytes", "decode_message", "encode_message", "pack_codes", "step_of"]
 
 _Array = NDArray[Any]
 _NUMPY = {"F16": np.float16, "BF16": ml_dtypes.bfloat16, "F32": np.float32, "F64": np.float64}
@@ -85,7 +85,7 @@ def decode_message(message: bytes) -> tuple[str, list[Entry], _Array]:
     entries, at = _read_table(message, name, form, n_segments)
     codes = []
     for entry in entries:
-        codes.append(message[at : at + _codes_nbytes(entry.n, entry.bits)])
+        codes.append(message[at : at + codes_nbytes(entry.n, entry.bits)])
         at += len(codes[-1])
     counts, at = _read_counts(message, at, entries, form)
     values = []
@@ -174,7 +174,8 @@ def _n_words(n: int, bits: int) -> int:
     return math.ceil(n_rows * bits / 32)
 
 
-def _codes_nbytes(n: int, bits: int) -> int:
+def codes_nbytes(n: int, bits: int) -> int:
+    """Bytes of the codes of `n` elements that begin with a block."""
     whole, rest = divmod(n, BOUNDED_BLOCK)
     return 4 * BOUNDED_LANES * (whole * _n_words(BOUNDED_BLOCK, bits) + _n_words(rest, bits))
 
@@ -203,8 +204,8 @@ def _decode_segment(
     values, used = [np.empty(0, _NUMPY[name])], 0
     for i, start in enumerate(range(0, entry.n, BOUNDED_BLOCK)):
         n = min(BOUNDED_BLOCK, entry.n - start)
-        at = i * _codes_nbytes(BOUNDED_BLOCK, entry.bits)
-        codes = _unpack_block(packed[at : at + _codes_nbytes(n, entry.bits)], n, entry.bits)
+        at = i * codes_nbytes(BOUNDED_BLOCK, entry.bits)
+        codes = _unpack_block(packed[at : at + codes_nbytes(n, entry.bits)], n, entry.bits)
         is_escape = codes == 0
         declared = 0 if counts is None else counts[i]
         _require(int(is_escape.sum()) == declared, "zero codes are not as many as declared")
@@ -295,7 +296,7 @@ def encode_message(
         part = elements[at : at + entry.n]
         at += entry.n
         found = _codes_of(name, part, full, rounding, _key(seed, j))
-        codes += _pack(found, entry.bits)
+        codes += pack_codes(found, entry.bits)
         kept = part[found == 0]
         if kept.size or form == BoundedForm.FIXED:
             blocks = range(0, entry.n, BOUNDED_BLOCK)
@@ -325,7 +326,8 @@ def _seal(name: str, rest: bytes, rounding: Rounding, form: BoundedForm, n: int)
     return header(crc32c(header(0) + rest)) + rest
 
 
-def _pack(codes: _Array, bits: int) -> bytes:
+def pack_codes(codes: _Array, bits: int) -> bytes:
+    """Packs codes, which are u32, as the page lays them out."""
     packed = b""
     for start in range(0, codes.size, BOUNDED_BLOCK):
         block = codes[start : start + BOUNDED_BLOCK]
