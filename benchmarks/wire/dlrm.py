@@ -163,11 +163,12 @@ class _Steps:
 
     def _average_dense(self) -> None:
         """Averages the gradients of the dense layers, joined as DDP joins them."""
-        grads = [parameter.grad for parameter in self._model.parameters()]
+        grads = [p.grad for p in self._model.parameters() if p.grad is not None]
         flat = torch.cat([grad.reshape(-1) for grad in grads])
         dist.all_reduce(flat, group=self._group)
         flat /= self._world
-        for grad, mean in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+        means = torch.split(flat, [grad.numel() for grad in grads])
+        for grad, mean in zip(grads, means, strict=True):
             grad.copy_(mean.view_as(grad))
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from packhorse.codecs.bounded import Rounding
 from packhorse.errors import CorruptionError
-from packhorse.wire.bounds import ByCardinality, Schedule, Shape, TableBounds, Tightness
+from packhorse.wire.bounds import Schedule, TableBounds, Tightness
 from packhorse.wire.embeddings import BoundedRows, Piece, RawRows, RowCodec, Sending
 
 __all__ = ["ARMS", "HOW", "Float16Rows", "Int8Rows", "options_of"]
@@ -80,26 +80,21 @@ def _int8(rows: Tensor) -> Bytes:
     return np.concatenate([codes.numpy(), ends], 1).reshape(-1)
 
 
-def _bounded(scale: float, iterations: int, **options: Any) -> BoundedRows:
-    rounding = options.pop("rounding", Rounding.NEAREST)
+def _bounded(part: float, iterations: int, **options: Any) -> BoundedRows:
+    """Codes with bounds that are a part of the paper's."""
     bounds = TableBounds(
-        {kind: kind.value * scale for kind in Tightness},
-        classes=ByCardinality(tight_above=options.pop("tight_above", 90_000)),
-        schedule=Schedule(Shape.STEP, iterations=iterations),
-        rounding=rounding,
+        {kind: kind.value * part for kind in Tightness},
+        schedule=Schedule(iterations=iterations),
+        rounding=options.pop("rounding", Rounding.NEAREST),
     )
     return BoundedRows(bounds, **options)
 
 
-def _paper(iterations: int) -> dict[str, Any]:
-    return {"forward": _bounded(1, iterations), "sending": Sending.BAGS}
-
-
-def _ours(iterations: int, *, scale: float = 1.0, **backward: Any) -> dict[str, Any]:
-    return {
-        "forward": _bounded(scale, iterations),
-        "backward": _bounded(scale, iterations, **backward),
-    }
+def _usual(iterations: int, **options: Any) -> BoundedRows:
+    """Codes with the bounds that users get."""
+    rounding = options.pop("rounding", Rounding.NEAREST)
+    bounds = TableBounds(schedule=Schedule(iterations=iterations), rounding=rounding)
+    return BoundedRows(bounds, **options)
 
 
 def _both(codec: Callable[[], RowCodec]) -> dict[str, Any]:
@@ -112,14 +107,24 @@ ARMS: dict[str, Callable[[int], dict[str, Any]]] = {
     "fp16": lambda n: _both(Float16Rows),
     "int8": lambda n: _both(Int8Rows),
     "dedup": lambda n: {},
-    "forward only": _paper,
-    "bounded, stochastic": lambda n: _ours(n, rounding=Rounding.STOCHASTIC),
-    "bounded by half, stochastic": lambda n: _ours(n, scale=0.5, rounding=Rounding.STOCHASTIC),
-    "bounded by a quarter, stochastic": lambda n: _ours(
-        n, scale=0.25, rounding=Rounding.STOCHASTIC
-    ),
-    "bounded, feedback": lambda n: _ours(n, feedback_rows=1 << 30),
-    "bounded, nearest": lambda n: _ours(n),
+    "forward only": lambda n: {"forward": _bounded(1, n), "sending": Sending.BAGS},
+    "bounded": lambda n: {
+        "forward": _usual(n),
+        "backward": _usual(n, rounding=Rounding.STOCHASTIC),
+    },
+    "bounded, feedback": lambda n: {
+        "forward": _usual(n),
+        "backward": _bounded(0.25, n, feedback_rows=1 << 30),
+    },
+    "bounded, nearest": lambda n: {"forward": _usual(n), "backward": _bounded(0.25, n)},
+    "bounded, a quarter": lambda n: {
+        "forward": _bounded(0.25, n),
+        "backward": _bounded(0.25, n, rounding=Rounding.STOCHASTIC),
+    },
+    "bounded as the paper": lambda n: {
+        "forward": _bounded(1, n),
+        "backward": _bounded(1, n, rounding=Rounding.STOCHASTIC),
+    },
 }
 
 
@@ -129,11 +134,11 @@ HOW = {
     "int8": "the same in bytes, with scale and bias for each row, the formula of fbgemm",
     "dedup": "each distinct row once, gradients summed by id, both exact",
     "forward only": "as the SC 2024 paper: a row for each sample, within bounds; gradients exact",
-    "bounded, stochastic": "distinct rows within bounds, gradients too, rounded stochastically",
-    "bounded by half, stochastic": "the same with bounds of half the size",
-    "bounded by a quarter, stochastic": "the same with bounds of a quarter of the size",
+    "bounded": "distinct rows within the default bounds, gradients too, rounded stochastically",
     "bounded, feedback": "the same with error feedback for gradients",
     "bounded, nearest": "the same, gradients rounded to the nearest value",
+    "bounded, a quarter": "as `bounded`, with bounds of a quarter of the paper's both ways",
+    "bounded as the paper": "as `bounded`, with the paper's bounds both ways",
 }
 
 

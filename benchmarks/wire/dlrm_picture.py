@@ -60,23 +60,23 @@ def _section(runs: Mapping[str, Mapping[str, Any]]) -> str:
         f"A DLRM with the 26 tables of Criteo Kaggle, at most {settings['cap']:,} rows of "
         f"{settings['dim']} in each, ids by Zipf's law, labels of a teacher: "
         f"{settings['steps']:,} steps of {settings['batch']:,} samples; kB are what a rank sends. "
-        "Runs of one seed begin with the same weights, and all see the same batches once. AUC is "
-        "that of 98,304 samples that no run saw; it still rises at the end. Full and half bounds "
-        "come out in the wrong order, so some hundredths of a percent may be noise; on four ranks "
-        "more rows come from others than on two. `bounded` has the paper's bounds both ways, "
-        "`forward only` has them for rows alone, as the paper; `bounded by a quarter` has the "
-        "default ones.",
+        "Runs of one seed begin with the same weights, and all see the same batches once. In the last "
+        "third the learning rates fall to zero, and the loss no longer falls with them. AUC is that of "
+        "98,304 samples that no run saw. Some hundredths of a percent are chance: gradients that are "
+        "rounded at random end above those of fp32 as often as below. `bounded` has the default "
+        "bounds, `bounded as the paper` the paper's both ways, `forward only` the paper's for rows "
+        "alone.",
         "",
         "| embeddings travel | ranks, seed | AUC | from fp32, % | kB a step | times fewer |",
         "|---|---|--:|--:|--:|--:|",
     ]
     for name, run in runs.items():
         arm, ranks, seed = name.split(" | ")
-        exact = runs.get(f"fp32 | 2 ranks | {seed}")
+        exact = runs.get(f"fp32 | {ranks} | {seed}") or runs.get(f"fp32 | 2 ranks | {seed}")
         off = "" if exact is None else f"{100 * (run['auc'] / exact['auc'] - 1):+.3f}"
         sent = run["nbytes_per_step"]
-        # With more ranks, more rows come from others: fp32 is counted for two.
-        is_alike = exact is not None and ranks == "2 ranks"
+        # With more ranks, more rows come from others.
+        is_alike = f"fp32 | {ranks} | {seed}" in runs
         fewer = f"{exact['nbytes_per_step'] / sent:.1f}" if exact and is_alike else ""
         cells = [f"{ranks}, {seed}", f"{run['auc']:.5f}", off, f"{sent / 1e3:.0f}", fewer]
         lines.append("| " + " | ".join([arm, *cells]) + " |")

@@ -1,7 +1,7 @@
 """Trains a DLRM to convergence with each way of sending its embeddings, on ranks over gloo.
 
     python benchmarks/wire/dlrm_training.py           # all arms; writes results and curves
-    python benchmarks/wire/dlrm_training.py --arms fp32 "bounded, stochastic" --steps 300
+    python benchmarks/wire/dlrm_training.py --arms fp32 bounded --steps 300
     python benchmarks/wire/dlrm_training.py --picture # draws the curves of the results again
 
 Each arm starts from the same weights and sees the same batches. Tables are spread over the ranks,
@@ -65,7 +65,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--world", type=int, default=2, help="ranks")
-    parser.add_argument("--steps", type=int, default=900)
+    parser.add_argument("--steps", type=int, default=2400)
     parser.add_argument("--batch", type=int, default=2048, help="samples of all ranks together")
     parser.add_argument("--dim", type=int, default=16)
     parser.add_argument("--cap", type=int, default=100_000, help="most rows of a table")

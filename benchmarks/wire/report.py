@@ -42,7 +42,7 @@ STEPS = (
 )
 NOT_OF_RAW = ("encode", "decode")  # it has none of these steps
 NEVER_BELOW, SLOW_GAIN, FSDP_GAIN, DLRM_GAIN = 0.98, 1.4, 1.25, 1.9
-FP32, OUR_DLRM = "fp32", "bounded by a quarter, stochastic"
+FP32, OUR_DLRM = "fp32", "bounded"
 SLOW = ("100M",)
 FASTEST_AT = ("100M", "1G", "5G")
 

@@ -224,7 +224,7 @@ def test_steps_of_fsdp_keep_the_bits(wire: dict[str, ModuleType], result: dict[s
 def test_steps_of_a_dlrm_have_a_table_and_targets(
     wire: dict[str, ModuleType], result: dict[str, Any]
 ) -> None:
-    arms = ("fp32", "dedup", "bounded by a quarter, stochastic")
+    arms = ("fp32", "dedup", "bounded")
     settings = wire["scenarios"].Settings(rounds=1, nbytes=1, threads=1, densities=(), arms=arms)
     with wire["links"].loopback() as links:
         found = wire["scenarios"].measure("dlrm", links, 2, settings, timeout=120)
