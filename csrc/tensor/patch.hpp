@@ -9,6 +9,7 @@
 #pragma once
 
 #include <algorithm>
+#include <optional>
 #include <vector>
 
 #include "tensor/tensor.hpp"
@@ -47,17 +48,16 @@ inline void write_changes(const ChunkChanges& changes, uint32_t unit_nbytes, uin
 // Decodes whole chunks, one worker at a time.
 class ChunkReader {
   public:
-    ChunkReader(const EncodedTensor& tensor, Isa isa)
-        : tensor_(tensor), isa_(isa), worker_(tensor.geometry, true, tensor.base.units != nullptr) {
-        worker_.partial.resize(tensor.geometry.largest_units() * unit_nbytes());
-    }
+    ChunkReader(const EncodedTensor& tensor, Isa isa) : tensor_(tensor), isa_(isa) {}
 
     // Decodes a chunk to memory that is valid until the next call.
     Status decode(std::size_t chunk, bool check_crc, const uint8_t*& units) {
-        units = worker_.partial.data();
-        DecodeScratch scratch{worker_.planes.get(), worker_.whole.get(), nullptr};
-        return decode_checked(tensor_, chunk, check_crc, false, scratch, worker_,
-                              worker_.partial.data(), isa_);
+        DecodeWorker& memory = worker();
+        memory.partial.resize(tensor_.geometry.largest_units() * unit_nbytes());
+        units = memory.partial.data();
+        DecodeScratch scratch{memory.planes.get(), memory.whole.get(), nullptr};
+        return decode_checked(tensor_, chunk, check_crc, false, scratch, memory,
+                              memory.partial.data(), isa_);
     }
 
     // Lists the changes of a chunk of mode sparse delta, in ascending order if they are to be
@@ -69,7 +69,7 @@ class ChunkReader {
             SparseChanges<Unit> changes;
             const Status found = decode_changes<Unit, kFloat>(
                 tensor_.chunk(chunk), descriptor_nbytes(tensor_.row(chunk)[1]), base_of(chunk),
-                tensor_.geometry.units_of(chunk), worker_.changes, changes, isa_);
+                tensor_.geometry.units_of(chunk), memory_, changes, isa_);
             if (found != Status::kOk) return found;
             if (sorted) sort_changes(changes);
             out.take(changes);
@@ -146,7 +146,7 @@ class ChunkReader {
     }
 
     // Hashes a chunk of the base with some changes. They are made in a copy of one piece at a time.
-    void hash_changed(std::size_t chunk, const ChunkChanges& changes, ContentLeaves leaves) const {
+    void hash_changed(std::size_t chunk, const ChunkChanges& changes, ContentLeaves leaves) {
         const uint8_t* const base = base_of(chunk);
         const std::size_t nbytes = chunk_units(chunk) * unit_nbytes();
         with_units(unit_nbytes(), false, [&]<class Unit, bool kFloat>() {
@@ -182,15 +182,23 @@ class ChunkReader {
         });
     }
 
-    const uint8_t* base_of(std::size_t chunk) const {
-        const std::size_t n = tensor_.geometry.units_of(chunk);
-        return chunk_base(tensor_.base, chunk * tensor_.geometry.chunk_units, n, unit_nbytes(),
-                          worker_.cast_memory(n, unit_nbytes()), isa_);
+    const uint8_t* base_of(std::size_t chunk) {
+        const std::size_t n = chunk_units(chunk), first = chunk * tensor_.geometry.chunk_units;
+        if (tensor_.base.cast == Cast::kNone) return tensor_.base.at(first, unit_nbytes());
+        return chunk_base(tensor_.base, first, n, unit_nbytes(),
+                          worker().cast_memory(n, unit_nbytes()), isa_);
+    }
+
+    // Most chunks are listed, which needs none of this memory.
+    DecodeWorker& worker() {
+        if (!worker_) worker_.emplace(tensor_.geometry, true, tensor_.base.units != nullptr);
+        return *worker_;
     }
 
     const EncodedTensor& tensor_;
     Isa isa_;
-    DecodeWorker worker_;
+    SparseMemory memory_;
+    std::optional<DecodeWorker> worker_;
 };
 
 // A tensor as the changes of its base, which were checked and can be written at any time.

@@ -1,5 +1,5 @@
-"""A thread that writes to memory while it is read, and rounds of a test that waits for both to
-overlap."""
+"""A thread that writes to memory while it is read, and rounds of a test that waits for an overlap
+of the two."""
 
 import threading
 import time
