@@ -360,7 +360,7 @@ class Updates(_Stateless):
         self._receiver.unpack(share([_bytes(bytes(self._sender.pack()))])[0])
 
     def encode(self) -> Parts:
-        return [_bytes(bytes(self._sender.pack(self._states[1])))]
+        return [_bytes(self._sender.pack(self._states[1]).buffer())]
 
     def decode(self, parts: Parts) -> Any:
         return self._receiver.stage(parts[0])

@@ -121,6 +121,35 @@ std::pair<int, std::size_t> patch_base(const EncodedArgument& tensor, WritableBy
     return {static_cast<int>(result.status), result.chunk};
 }
 
+// Checks and decodes a tensor, and hashes it. Returns (status, chunk, patch). The base is not
+// written to before the patch is.
+std::tuple<int, std::size_t, TensorPatch> prepare_base_patch(const EncodedArgument& tensor,
+                                                             WritableBytes leaves,
+                                                             std::size_t threads) {
+    const Isa isa = choose_isa();
+    const EncodedTensor view = tensor.view();
+    const Geometry& geometry = tensor.geometry();
+    require(geometry.n_units == 0 || (view.base.units != nullptr && view.base.cast == Cast::kNone),
+            "a base of the tensor's units is needed");
+    require(geometry.chunk_nbytes() % kContentLeafNbytes == 0 || geometry.n_chunks() <= 1,
+            "chunks must hold whole leaves");
+    const ContentLeaves content = checked_leaves(leaves, geometry.nbytes());
+    TensorPatch patch{geometry, {}};
+    DecodeResult result{};
+    {
+        const ReleasedGil released(geometry.nbytes());
+        result = prepare_patch(view, content, threads, isa, patch.chunks);
+    }
+    return {static_cast<int>(result.status), result.chunk, std::move(patch)};
+}
+
+// Writes a patch to what was its base.
+void write_patch(const TensorPatch& patch, WritableBytes target, std::size_t threads) {
+    require(target.size() == patch.geometry.nbytes(), "target must be as long as the tensor");
+    const ReleasedGil released(patch.nbytes());
+    patch.write(target.data(), threads);
+}
+
 // Memory that Python owns.
 nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> own(std::unique_ptr<uint8_t[]> bytes, std::size_t n) {
     uint8_t* const memory = bytes.release();
@@ -400,6 +429,10 @@ NB_MODULE(_core, m) {
           "threads"_a);
     m.def("patch_base", &patch_base, "tensor"_a, "target"_a.noconvert(), "threads"_a);
     m.def("find_changes", &find_changes, "tensor"_a, "threads"_a);
+    nb::class_<TensorPatch>(m, "TensorPatch")
+        .def_prop_ro("nbytes", &TensorPatch::nbytes)
+        .def("write", &write_patch, "target"_a.noconvert(), "threads"_a);
+    m.def("prepare_patch", &prepare_base_patch, "tensor"_a, "leaves"_a.noconvert(), "threads"_a);
     m.def("check_table", &check_table, "table"_a, "geometry"_a, "has_base"_a, "last_mode"_a);
     m.def("estimate_delta", &estimate_delta_nbytes, "src"_a, "geometry"_a, "base"_a,
           "plain_nbytes"_a, "level"_a);

@@ -111,6 +111,7 @@ struct OutputArgument {
     WritableTable table;
     WritableBytes leaves;
     std::optional<WritableBytes> base_leaves;
+    std::optional<WritableBytes> kept;
 
     EncodeOutput view(const Geometry& geometry, const ContextArgument& context) const {
         require_table(table, geometry);
@@ -120,6 +121,13 @@ struct OutputArgument {
                             checked_leaves(leaves, geometry.nbytes())};
         if (context.base && base_leaves)
             output.base_leaves = checked_leaves(*base_leaves, context.base->data.size());
+        if (kept) {
+            require(context.base && context.base->cast == Cast::kNone && !base_leaves &&
+                        kept->data() == context.base->data.data() &&
+                        kept->size() == geometry.nbytes(),
+                    "kept must be the base, which nobody else changes and which is not cast");
+            output.kept = kept->data();
+        }
         return output;
     }
 };
@@ -223,9 +231,10 @@ inline void bind_tensors(nb::module_& m) {
             "level"_a, "side"_a, "base"_a, "plain_nbytes"_a,
             "last_mode"_a = static_cast<int>(Mode::kSparseDelta));
     nb::class_<OutputArgument>(m, "EncodeOutput")
-        .def(nb::init<WritableBytes, WritableTable, WritableBytes, std::optional<WritableBytes>>(),
+        .def(nb::init<WritableBytes, WritableTable, WritableBytes, std::optional<WritableBytes>,
+                      std::optional<WritableBytes>>(),
              "payload"_a.noconvert(), "table"_a.noconvert(), "leaves"_a.noconvert(),
-             "base_leaves"_a.noconvert());
+             "base_leaves"_a.noconvert(), "kept"_a.noconvert() = nb::none());
     nb::class_<EncodedArgument>(m, "EncodedTensor")
         .def(nb::init<Bytes, Table, const Geometry&, const std::optional<SideArgument>&,
                       const std::optional<BaseArgument>&>(),

@@ -58,6 +58,7 @@ class ChangeList {
     PACKHORSE_AVX512 bool add_avx512(const uint8_t* piece, const uint8_t* base, std::size_t first,
                                      std::size_t n) {
         for (std::size_t i = 0; i < n; i += kSetUnits) {
+            fetch_units_ahead<Unit>(base + i * sizeof(Unit));
             const uint64_t set =
                 differing_avx512<Unit>(piece + i * sizeof(Unit), base + i * sizeof(Unit));
             if (set != 0)
@@ -72,6 +73,7 @@ class ChangeList {
                    Isa isa) {
         for (std::size_t i = 0; i < n; i += kSetUnits) {
             const std::size_t at = i * sizeof(Unit);
+            fetch_units_ahead<Unit>(base + at);
             if (std::memcmp(piece + at, base + at, kSetUnits * sizeof(Unit)) == 0) continue;
             add_set(differing_plain<Unit>(piece + at, base + at, isa), piece + at, base + at,
                     first + i);

@@ -85,6 +85,7 @@ PACKHORSE_AVX512 inline void visit_sets_avx512(const uint8_t* base, std::size_t 
     uint8_t padded[kSetUnits * sizeof(Unit)];
     for (std::size_t at = 0; at < n; at += kSetUnits) {
         const uint8_t* units = base + at * sizeof(Unit);
+        fetch_units_ahead<Unit>(units);
         uint64_t exist = ~uint64_t{0};
         if (n - at < kSetUnits) [[unlikely]] {
             std::memset(padded, 0, sizeof padded);

@@ -77,12 +77,13 @@ inline bool list_source(const uint8_t* src, const uint8_t* base, std::size_t n,
 }
 
 // Encodes a chunk of `n` >= 1 units, if it takes less than about `plain_nbytes`. The base does not
-// change. `dst` has room for the chunk.
+// change before all of it is encoded. `kept` is the base's memory if it is to become the chunk, and
+// otherwise null; this is done here only if the outcome is kCoded. `dst` has room for the chunk.
 template <class Unit, bool kFloat>
 inline SparseOutcome encode_sparse_units(const uint8_t* src, const uint8_t* base, std::size_t n,
                                          const ContentLeaves& leaves, std::size_t plain_nbytes,
-                                         Level level, DeltaScratch& scratch, uint8_t* dst,
-                                         std::size_t& nbytes, Isa isa) {
+                                         Level level, DeltaScratch& scratch, uint8_t* kept,
+                                         uint8_t* dst, std::size_t& nbytes, Isa isa) {
     const SparseScratch memory = place_sparse_scratch(scratch, n, sizeof(Unit));
     ChangeList<Unit> list(memory, max_sparse_changes(n));
     if (!seems_sparse<Unit>(src, base, n)) {
@@ -95,7 +96,10 @@ inline SparseOutcome encode_sparse_units(const uint8_t* src, const uint8_t* base
     if (changes.n == 0) return SparseOutcome::kEqual;
     nbytes = SparseChunkEncoder<Unit, kFloat>(changes, base, n, memory, level, isa)
                  .encode(dst, n * sizeof(Unit));
-    if (nbytes > 0 && nbytes + nbytes / 64 < plain_nbytes) return SparseOutcome::kCoded;
+    if (nbytes > 0 && nbytes + nbytes / 64 < plain_nbytes) {
+        if (kept != nullptr) apply_changes(changes, 0, 0, n, kept);
+        return SparseOutcome::kCoded;
+    }
     std::memcpy(scratch.source, base, n * sizeof(Unit));
     apply_changes(changes, 0, 0, n, scratch.source);
     return SparseOutcome::kCopied;
@@ -104,10 +108,10 @@ inline SparseOutcome encode_sparse_units(const uint8_t* src, const uint8_t* base
 inline SparseOutcome encode_sparse(const uint8_t* src, const uint8_t* base, std::size_t n,
                                    uint32_t unit_nbytes, bool is_float, const ContentLeaves& leaves,
                                    std::size_t plain_nbytes, Level level, DeltaScratch& scratch,
-                                   uint8_t* dst, std::size_t& nbytes, Isa isa) {
+                                   uint8_t* kept, uint8_t* dst, std::size_t& nbytes, Isa isa) {
     return with_units(unit_nbytes, is_float, [&]<class Unit, bool kFloat>() {
         return encode_sparse_units<Unit, kFloat>(src, base, n, leaves, plain_nbytes, level, scratch,
-                                                 dst, nbytes, isa);
+                                                 kept, dst, nbytes, isa);
     });
 }
 

@@ -145,6 +145,9 @@ struct EncodeOutput {
     uint32_t* table;   // a row for each chunk
     ContentLeaves leaves;
     ContentLeaves base_leaves = {};  // of all bytes of the base; null if nobody changes the base
+    // The memory of the base, if it is to become the tensor, chunk after chunk; otherwise null.
+    // Then nobody else changes the base, and it is not cast.
+    uint8_t* kept = nullptr;
 };
 
 // A chunk of a tensor, before it is encoded.
@@ -154,6 +157,7 @@ struct EncodeJob {
     std::size_t first;  // the tensor's unit at which it begins
     ContentLeaves leaves;
     ContentLeaves base_leaves;  // of the tensor's whole base
+    uint8_t* kept;              // the chunk of the base, if it is to become this one
 };
 
 // Hashes a chunk and compares it with the same chunk of the base. Returns whether they are equal.
@@ -170,7 +174,8 @@ inline bool take_in_same(const EncodeJob& job, const uint8_t* base, std::size_t 
 
 // Tries to encode a chunk as differences from the base. Returns its descriptor if that saved bytes.
 // If it did not, returns that of a stored chunk, and the chunk's units are in the worker's memory.
-// Either way, the leaves of the base are hashed, unless the base does not change.
+// Either way, the leaves of the base are hashed, unless the base does not change. If the base is to
+// become the tensor, it gets the units that were encoded: the source is read only once.
 inline uint32_t encode_from_base(const EncodeJob& job, const Geometry& geometry,
                                  const EncodeContext& context, EncodeWorker& worker, uint8_t* to,
                                  Isa isa) {
@@ -195,7 +200,7 @@ inline uint32_t encode_from_base(const EncodeJob& job, const Geometry& geometry,
     SparseOutcome outcome = SparseOutcome::kCopied;
     if (context.last_mode >= Mode::kSparseDelta)
         outcome = encode_sparse(job.src, units, job.n, unit, base.is_float, job.leaves, plain,
-                                context.level, worker.delta, to, nbytes, isa);
+                                context.level, worker.delta, job.kept, to, nbytes, isa);
     else
         take_in(job.src, job.n * unit, worker.delta.source, job.leaves, isa);
     if (outcome == SparseOutcome::kEqual) return make_descriptor(Mode::kDelta, 0);
@@ -203,6 +208,7 @@ inline uint32_t encode_from_base(const EncodeJob& job, const Geometry& geometry,
     const bool pays = encode_delta(worker.delta.source, units, job.n, unit, base.is_float, plain,
                                    context.level, worker.delta, worker.scratch.words,
                                    worker.scratch.escapes, *worker.scratch.tables, to, nbytes, isa);
+    if (job.kept != nullptr) std::memcpy(job.kept, worker.delta.source, job.n * unit);
     return pays ? make_descriptor(Mode::kDelta, nbytes) : make_descriptor(Mode::kStored, 0);
 }
 
@@ -245,8 +251,12 @@ inline std::size_t encode_tensor(const uint8_t* src, const Geometry& geometry,
     OrderedOutput ordered;
     parallel_for(geometry.n_chunks(), n_workers, [&](std::size_t w, std::size_t chunk) {
         const std::size_t at = chunk * geometry.chunk_nbytes();
-        const EncodeJob job{src + at, geometry.units_of(chunk), chunk * geometry.chunk_units,
-                            output.leaves.from(at), output.base_leaves};
+        const EncodeJob job{src + at,
+                            geometry.units_of(chunk),
+                            chunk * geometry.chunk_units,
+                            output.leaves.from(at),
+                            output.base_leaves,
+                            output.kept == nullptr ? nullptr : output.kept + at};
         uint32_t* row = output.table + chunk * geometry.row_length();
         // A single worker knows where the chunk goes. Several workers must wait until they know the
         // sizes of the chunks before it.

@@ -94,10 +94,15 @@ class EncodeContext:
 
 class EncodeOutput:
     """Where the encoder of a tensor writes. Without `base_leaves`, nothing may change the base
-    meanwhile."""
+    meanwhile. `kept` is the base, if it is to become the tensor."""
 
     def __init__(
-        self, payload: _Bytes, table: _Table, leaves: _Bytes, base_leaves: _Bytes | None
+        self,
+        payload: _Bytes,
+        table: _Table,
+        leaves: _Bytes,
+        base_leaves: _Bytes | None,
+        kept: _Bytes | None = None,
     ) -> None: ...
 
 class EncodedTensor:
@@ -119,6 +124,18 @@ def decode_range(
     tensor: EncodedTensor, start: int, dst: _Bytes, check: bool, threads: int
 ) -> tuple[int, int]: ...
 def patch_base(tensor: EncodedTensor, target: _Bytes, threads: int) -> tuple[int, int]: ...
+
+class TensorPatch:
+    """What is written to a base to make it a tensor."""
+
+    @property
+    def nbytes(self) -> int: ...  # of memory
+    def write(self, target: _Bytes, threads: int) -> None: ...
+
+# The status, the chunk, and the patch; `leaves` get the hashes of the tensor.
+def prepare_patch(
+    tensor: EncodedTensor, leaves: _Bytes, threads: int
+) -> tuple[int, int, TensorPatch]: ...
 def find_changes(tensor: EncodedTensor, threads: int) -> tuple[int, int, _Bytes, _Bytes]: ...
 def check_table(
     table: _Table, geometry: Geometry, has_base: bool, last_mode: int

@@ -104,6 +104,10 @@ class Framework(Protocol):
     def mark_written(self, tensor: Any) -> None:
         """Tell the framework that a tensor's bytes, from `memory`, were written."""
 
+    def write_count(self, tensor: Any) -> int | None:
+        """A number that grows with each write to a tensor; None if the framework does not
+        count."""
+
     def span(self, tensor: Any) -> tuple[int, int] | None:
         """The address of a tensor's first byte, and the address after its last byte. None for an
         empty tensor, one outside host memory, and one of another framework."""

@@ -178,6 +178,10 @@ class NumpyFramework:
     def mark_written(self, tensor: np.ndarray[Any, Any]) -> None:
         """Does nothing: NumPy keeps no record of writes."""
 
+    def write_count(self, tensor: np.ndarray[Any, Any]) -> int | None:
+        """None: NumPy keeps no record of writes."""
+        return None
+
     def span(self, tensor: np.ndarray[Any, Any]) -> tuple[int, int] | None:
         """The addresses between which an array lies; None for an empty one or another object."""
         if not isinstance(tensor, np.ndarray) or not tensor.size:

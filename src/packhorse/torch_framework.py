@@ -175,6 +175,10 @@ class TorchFramework:
         """Increment the tensor's version, so that autograd notices if it needed the old values."""
         torch.autograd.graph.increment_version(tensor)
 
+    def write_count(self, tensor: torch.Tensor) -> int | None:
+        """The tensor's version, which autograd counts; None for a tensor of inference mode."""
+        return None if tensor.is_inference() else int(tensor._version)
+
     def span(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """The addresses between which a tensor in host memory lies; None for any other object."""
         if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu":

@@ -24,8 +24,9 @@ from hypothesis import strategies as st
 from packhorse import CorruptionError
 from packhorse.errors import BaseMismatchError, PackhorseError
 from packhorse.frame import Frame, compress_buffer, content_hash, plan_buffer
+from packhorse.frame.patch import Patch
 from packhorse.gpu.plans import why_unsupported
-from packhorse.layout import DTYPES, Mode
+from packhorse.layout import CONTENT_LEAF_NBYTES, DTYPES, Mode
 from packhorse.reference import decode_frame
 
 WHOLE = [row for row in DTYPES if row.bits % 8 == 0]
@@ -71,10 +72,27 @@ def check(frame: Frame, new: np.ndarray, old: np.ndarray, threads: int = 2) -> N
         target[:] = 0
     frame.patch_into(target, threads=threads)
     np.testing.assert_array_equal(target, new)
+    if frame.base_hash is not None:
+        check_patch(frame, new, old, threads)
     indices, values = frame.changes(old, threads=threads)
     assert (indices.dtype, values.dtype) == (np.uint32, new.dtype)
     np.testing.assert_array_equal(indices, np.flatnonzero(new != old))
     np.testing.assert_array_equal(values, new[indices])
+
+
+def check_patch(frame: Frame, new: np.ndarray, old: np.ndarray, threads: int = 1) -> Patch:
+    """A patch is made without a write to the base, and can be written more than once."""
+    target = old.copy()
+    target.flags.writeable = False
+    patch = frame.prepare_patch(target, threads=threads)
+    assert patch is not None
+    assert patch.content_hash == content_hash(new)
+    np.testing.assert_array_equal(target, old)
+    target.flags.writeable = True
+    for _ in range(2):
+        patch.write(target, threads)
+        np.testing.assert_array_equal(target, new)
+    return patch
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -288,6 +306,36 @@ def damaged(frame: Frame, at: int) -> Frame:
     return Frame.from_buffer(bytes(data))
 
 
+def test_a_patch_keeps_few_changes_as_a_list_and_many_as_the_chunk() -> None:
+    frame, old, few = PATCHES["few"]
+    assert check_patch(frame, few, old).nbytes == 6 * np.count_nonzero(few != old)
+    old, some = sparse_pair("BF16", CHUNK // 2, 0.1)
+    frame = pack(some, old, "BF16")
+    assert modes(frame) == {Mode.DELTA}
+    assert check_patch(frame, some, old).nbytes == 6 * np.count_nonzero(some != old)
+    frame, old, many = PATCHES["many"]
+    assert check_patch(frame, many, old).nbytes >= frame.logical_nbytes * 0.9
+    assert check_patch(pack(old, old, "BF16"), old, old).nbytes == 0
+
+
+def test_a_patch_says_what_it_leads_to_from_another_base() -> None:
+    frame, old, few = PATCHES["few"]
+    other = old.copy()
+    other[np.flatnonzero(few == old)[-1]] ^= 1
+    with pytest.raises(BaseMismatchError):
+        frame.prepare_patch(other)
+    patch = frame.prepare_patch(other, base_hash=frame.base_hash)
+    assert patch is not None
+    assert patch.content_hash != frame.content_hash
+    patch.write(other)
+    assert content_hash(other) == patch.content_hash
+    with pytest.raises(ValueError, match="target must be as long"):
+        patch.write(bytearray(2))
+    with pytest.raises(TypeError):
+        patch.write(old.tobytes())
+    assert PATCHES["full"][0].prepare_patch(old) is None
+
+
 @pytest.mark.parametrize("name", PATCHES)
 def test_a_bad_frame_leaves_the_target_as_it_was(name: str) -> None:
     frame, old, _ = PATCHES[name]
@@ -296,6 +344,9 @@ def test_a_bad_frame_leaves_the_target_as_it_was(name: str) -> None:
         target = old.copy()
         with pytest.raises(CorruptionError):
             damaged(frame, int(at)).patch_into(target)
+        if frame.base_hash is not None:
+            with pytest.raises(CorruptionError):
+                damaged(frame, int(at)).prepare_patch(target)
         np.testing.assert_array_equal(target, old)
 
 
@@ -360,6 +411,13 @@ def check_built(name: str, built: BuiltFrame) -> None:
         target = bytearray(old)
         frame.patch_into(target)
         assert target == built.source, name
+        has_leaves = frame.n_chunks <= 1 or frame.chunk_nbytes % CONTENT_LEAF_NBYTES == 0
+        if has_leaves:
+            check_patch(frame, new, np.frombuffer(old, kind), threads=2)
+        else:
+            assert frame.prepare_patch(old) is None, name
+    else:
+        assert frame.prepare_patch(old) is None, name
     rounded = np.frombuffer(Base(old, frame.base_dtype).units(frame.dtype), kind)
     indices, values = frame.changes(old)
     np.testing.assert_array_equal(indices, np.flatnonzero(new != rounded), name)
@@ -425,6 +483,8 @@ def outcome(data: bytes, old: np.ndarray) -> bytes | None:
             frame.decompress_into(np.empty_like(old), base=old)
         with pytest.raises(PackhorseError):
             frame.changes(old)
+        with pytest.raises(PackhorseError):
+            frame.prepare_patch(old)
         return None
     out = np.empty_like(old)
     frame.decompress_into(out, base=old)

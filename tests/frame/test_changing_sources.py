@@ -5,10 +5,7 @@ Each test goes on until a write has provably happened during a call: the frame h
 tensor never had as a whole, or the call is refused.
 """
 
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -18,11 +15,11 @@ import pytest
 import torch
 from codec_battery import ISAS, forced, make_data, tensor_shape
 from dcp_samples import blank, load, save, shards_of
+from disturbing import disturbed, need_overlap, rounds
 from weight_samples import model_rows
 
 from packhorse import numpy as ph_numpy
 from packhorse.codecs import weights
-from packhorse.codecs.base import ByteArray
 from packhorse.codecs.content import content_hash, copy_with_hash
 from packhorse.disk import SnapshotStore
 from packhorse.disk.verify import verify_file
@@ -32,45 +29,7 @@ from packhorse.storage.frames.base_cache import BaseCache
 
 _Result = TypeVar("_Result")
 
-_LIMIT_S = 1.0
 _ENOUGH = 10  # writes that fell into a call
-
-
-@contextmanager
-def disturbed(memory: ByteArray, *states: bytes) -> Iterator[None]:
-    """While the block runs, a thread writes one state after the other, piece by piece."""
-    done = threading.Event()
-    sources = [np.frombuffer(state, np.uint8) for state in states]
-    piece = max(1, memory.size // 5)
-
-    def write() -> None:
-        while not done.is_set():
-            for source in sources:
-                for at in range(0, memory.size, piece):
-                    memory[at : at + piece] = source[at : at + piece]
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    try:
-        yield
-    finally:
-        done.set()
-        writer.join()
-
-
-def rounds() -> Iterator[int]:
-    """Counts rounds, for as long as a test may take."""
-    end = time.monotonic() + _LIMIT_S
-    number = 0
-    while time.monotonic() < end:
-        yield number
-        number += 1
-
-
-def need_overlap(n_overlaps: int) -> None:
-    """Skips a test in which no write fell into a call, so that nothing was shown."""
-    if not n_overlaps:
-        pytest.skip("no write fell into a call")
 
 
 def attempt(call: Callable[[], _Result]) -> tuple[_Result | None, str]:

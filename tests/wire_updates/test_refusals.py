@@ -10,6 +10,7 @@ import torch
 from update_samples import TinyModel, bits_of, same
 
 from packhorse.errors import BaseMismatchError, CorruptionError
+from packhorse.frame.patch import Patch
 from packhorse.wire.updates import (
     DeltaReceiver,
     DeltaSender,
@@ -270,6 +271,60 @@ def test_a_commit_that_fails_can_be_finished(monkeypatch: pytest.MonkeyPatch) ->
     receiver.commit(staged)
     assert same(served.state_dict(), trained.state_dict())
     assert (receiver.version, receiver.is_torn) == (2, False)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("lost")])
+def test_a_patch_that_fails_half_way_is_written_again(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """Tensors of 64 KiB and more are patched, not copied."""
+    rng = np.random.default_rng(0)
+    weights = {name: rng.standard_normal(100_000) for name in "abc"}
+    served = {name: tensor.copy() for name, tensor in weights.items()}
+    packer = DeltaSender(weights, receivers_have_it=True)
+    receiver = DeltaReceiver(into=served, threads=1)
+    receiver.unpack(packer.pack())
+    for tensor in weights.values():
+        tensor[::100] += 1
+    staged = receiver.stage(packer.pack())
+    assert not staged.units
+    write, calls = Patch.write, []
+
+    def failing(self: Patch, *args: Any) -> None:
+        calls.append(self)
+        if len(calls) == 2:
+            raise error
+        write(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Patch, "write", failing)
+        with pytest.raises(type(error)):
+            receiver.commit(staged)
+    if isinstance(error, RuntimeError):
+        assert receiver.is_torn
+        with pytest.raises(UpdateMismatchError):
+            receiver.stage(packer.pack())
+        receiver.commit(staged)
+    assert not receiver.is_torn
+    assert same(served, weights)
+    assert receiver.state_hash == packer.state_hash
+
+
+def test_a_write_to_a_tensor_that_is_patched_is_noticed() -> None:
+    rng = np.random.default_rng(0)
+    weights = {name: rng.standard_normal(100_000) for name in "ab"}
+    served = {name: tensor.copy() for name, tensor in weights.items()}
+    packer = DeltaSender(weights, receivers_have_it=True)
+    receiver = DeltaReceiver(into=served, threads=1)
+    receiver.unpack(packer.pack())
+    served["b"][70_000] += 1
+    weights["a"][0] = weights["b"][5] = 1
+    before = bits_of(served)
+    with pytest.raises(CorruptionError, match="something else wrote to the base"):
+        receiver.stage(packer.pack())
+    assert bits_of(served) == before
+    receiver.unpack(packer.anchor())
+    assert same(served, weights)
 
 
 def test_an_anchor_repairs_torn_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Rounds of updates: whatever a sender packs, the receiver holds the same bits afterwards."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from update_samples import (
 )
 
 from packhorse.errors import ChangedError
-from packhorse.frame import compress_buffer
+from packhorse.frame.follow import Follower
 from packhorse.wire.updates import (
     DeltaReceiver,
     DeltaSender,
@@ -295,29 +296,97 @@ def test_shards_must_cover_each_element_once() -> None:
         stage((0, 4), (4, 10), extra=True)
 
 
-def test_a_tensor_that_changes_while_it_is_packed_is_noticed(
+def test_a_tensor_that_pytorch_writes_to_while_it_is_packed_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    state = {"a": np.zeros(100_000), "b": np.zeros(100_000)}
-    packer, receiver = DeltaSender(state, threads=1), DeltaReceiver()
+    state = {"a": torch.zeros(100_000), "b": torch.zeros(100_000)}
+    packer, receiver = DeltaSender(state, threads=1), DeltaReceiver(framework="pt")
     receiver.unpack(packer.pack())
     state["a"][0] = state["b"][0] = 1
+    follow = Follower.follow
 
-    def changing(data: Any, *args: Any, **kwargs: Any) -> Any:
-        frame = compress_buffer(data, *args, **kwargs)
-        state["b"][1] += 1
-        return frame
+    def writing(self: Follower, *args: Any) -> Any:
+        state["b"] += 1
+        return follow(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(sender, "compress_buffer", changing)
+        patch.setattr(Follower, "follow", writing)
         with pytest.raises(ChangedError, match="b: it was written to while it was packed"):
             packer.pack()
     with pytest.raises(ValueError, match="no version is packed"):
         packer.anchor()
-    update = packer.pack()  # the copy was half new
+    update = packer.pack()  # the copy was new already
     assert (update.is_anchor, update.version) == (True, 2)
     receiver.unpack(update)
     assert same(receiver.state, state)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_update_agrees_with_the_copy_while_another_thread_writes(threads: int) -> None:
+    """NumPy does not count writes. What is sent is what is kept, so later updates fit."""
+    rng = np.random.default_rng(0)
+    state = {name: rng.standard_normal(300_000).astype("f4") for name in "abc"}
+    packer, receiver = DeltaSender(state, threads=threads), DeltaReceiver()
+    receiver.unpack(packer.pack())
+    done = threading.Event()
+
+    def write() -> None:
+        number = 0
+        while not done.is_set():
+            number += 1
+            for tensor in state.values():
+                tensor[number % 97 :: 301] += 1
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(20):
+            receiver.unpack(packer.pack())
+            assert receiver.state_hash == packer.state_hash
+    finally:
+        done.set()
+        writer.join()
+    receiver.unpack(packer.pack())
+    assert same(receiver.state, state)
+
+
+def test_few_changes_take_little_memory_until_they_are_committed() -> None:
+    weights = masters()
+    state = trained_state(weights)
+    served = {name: tensor.copy() for name, tensor in state.items()}
+    packer = DeltaSender(state, receivers_have_it=True)
+    receiver = DeltaReceiver(into=served)
+    chain = []
+    for seed in range(3):
+        train_step(weights, LEARNING_RATES[0], seed)
+        chain.append(packer.pack(trained_state(weights)))
+    before = bits_of(served)
+    staged = receiver.stage(chain[0])
+    large = sum(unit.nbytes for unit in staged.binding.contents.units if len(unit.parts) == 1)
+    small = staged.binding.contents.nbytes - large
+    assert staged.nbytes < small + large / 20
+    assert bits_of(served) == before
+    together = receiver.stage(chain)  # the second is decoded against the first
+    assert bits_of(served) == before
+    receiver.commit(together)
+    assert same(served, trained_state(weights))
+    assert receiver.state_hash == packer.state_hash
+
+
+def test_units_that_rest_and_wake_up() -> None:
+    """A unit that did not change is only compared the next time."""
+    state = {name: np.zeros(40_000, np.float32) for name in "abc"}
+    packer, receiver = (
+        DeltaSender(state, receivers_have_it=True),
+        DeltaReceiver(into={name: tensor.copy() for name, tensor in state.items()}),
+    )
+    for step, names in enumerate(["", "a", "", "bc", "abc", "c", ""]):
+        for name in names:
+            state[name][step::1000] += 1
+        update = packer.pack()
+        assert len(update.message.frames) == len(names)
+        receiver.unpack(update)
+        assert same(receiver.state, state)
 
 
 def test_a_sender_keeps_to_its_tensors() -> None:

@@ -20,7 +20,7 @@ from packhorse import _core
 from packhorse._core import Base, EncodedTensor, Side
 from packhorse.arguments import resolve_threads
 from packhorse.codecs.base import STATUS_WORDS, ByteArray, as_bytes, as_writable_bytes
-from packhorse.codecs.content import hash_leaves, hash_root
+from packhorse.codecs.content import empty_leaves, finish_leaves, hash_leaves, hash_root
 from packhorse.codecs.plan import Plan
 from packhorse.codecs.side import decode_side
 from packhorse.errors import BaseMismatchError, CorruptionError
@@ -32,8 +32,16 @@ from packhorse.frame.header import (
     plane_summaries,
     read_header,
 )
+from packhorse.frame.patch import Patch
 from packhorse.frame.zstd import ZstdJob
-from packhorse.layout import FIRST_STREAM, STREAM_NBYTES_BITS, Level, Mode, Split
+from packhorse.layout import (
+    CONTENT_LEAF_NBYTES,
+    FIRST_STREAM,
+    STREAM_NBYTES_BITS,
+    Level,
+    Mode,
+    Split,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -302,6 +310,39 @@ class Frame:
         status, chunk = _core.patch_base(tensor, memory, n_threads)
         if status:
             raise self._chunk_error(chunk, STATUS_WORDS[status])
+
+    def prepare_patch(
+        self, base: Buffer, *, base_hash: bytes | None = None, threads: int | None = None
+    ) -> Patch | None:
+        """Checks and decodes what must be written to the base to make it the tensor. The base is
+        only read. Of chunks with few differences, only the units that change take memory.
+
+        Args:
+            base: as for `decompress_into`.
+            base_hash: as for `decompress_into`.
+            threads: the number of threads; None for one per core, at most 8.
+
+        Returns:
+            The patch, which has the content hash of the tensor that it leads to; None if the
+            frame's base is of another dtype, if it has none, or if other encoders than this one
+            have cut it, so that it cannot be patched.
+
+        Raises:
+            BaseMismatchError, CorruptionError: as `decompress_into`.
+            TypeError: not a C-contiguous buffer.
+        """
+        header, n_threads = self._header, resolve_threads(threads)
+        has_leaves = self.n_chunks <= 1 or self.chunk_nbytes % CONTENT_LEAF_NBYTES == 0
+        if header.base is None or header.base.dtype != header.dtype or not has_leaves:
+            return None
+        units = self._matching_base(base, n_threads, base_hash)
+        assert units is not None
+        leaves = empty_leaves(header.nbytes)
+        tensor = self._encoded_beside(units, n_threads)
+        status, chunk, found = _core.prepare_patch(tensor, leaves, n_threads)
+        if status:
+            raise self._chunk_error(chunk, STATUS_WORDS[status])
+        return Patch(found, hash_root(finish_leaves(leaves, header.nbytes)))
 
     def _check_target(self, target: ByteArray) -> None:
         """Checks that a target of `patch_into` can hold the tensor."""

@@ -86,7 +86,7 @@ def _packed(staged: StagedUpdate, first: Header, level: Level | str, threads: in
             return None
         base = None if staged.is_anchor else staged.binding.read(i)
         return compress_buffer(
-            staged.units[i], unit.dtype, unit.shape, level=effort, threads=n_threads,
+            staged.new_bytes(i, n_threads), unit.dtype, unit.shape, level=effort, threads=n_threads,
             name=unit.label, base=base, base_hash=None if base is None else before,
         ).to_bytes()  # fmt: skip
 

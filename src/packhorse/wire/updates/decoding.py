@@ -10,9 +10,10 @@ from packhorse.codecs.base import ByteArray
 from packhorse.codecs.content import content_hash, crc32c
 from packhorse.errors import CorruptionError
 from packhorse.frame import Frame
+from packhorse.frame.patch import Patch
 from packhorse.layout import CHUNK_CRC
 
-__all__ = ["check_hash", "check_payload", "decode_unit"]
+__all__ = ["check_hash", "check_payload", "decode_unit", "patch_for_unit"]
 
 
 def decode_unit(
@@ -35,13 +36,37 @@ def decode_unit(
     return data
 
 
+def patch_for_unit(frame: Frame, base: ByteArray, base_hash: bytes, threads: int) -> Patch | None:
+    """Decodes what a frame changes, and compares the content hash.
+
+    Args:
+        frame: the frame; its header was checked.
+        base: the bytes of its base, which are only read.
+        base_hash: the content hash that the base is known to have.
+        threads: how many to use.
+
+    Returns:
+        The patch; None if the frame can only be decoded as a whole.
+
+    Raises:
+        CorruptionError: the frame is damaged, or the base is not what its hash says.
+    """
+    patch = frame.prepare_patch(base, base_hash=base_hash, threads=threads)
+    if patch is not None:
+        _compare_hash(frame, patch.content_hash)
+    return patch
+
+
 def check_hash(frame: Frame, data: ByteArray, threads: int) -> None:
     """Compares the content hash of decoded bytes with their frame's.
 
     Raises:
         CorruptionError: it is another.
     """
-    digest = content_hash(data, threads=threads)
+    _compare_hash(frame, content_hash(data, threads=threads))
+
+
+def _compare_hash(frame: Frame, digest: bytes) -> None:
     if digest != frame.content_hash:
         raise CorruptionError(
             f"the decoded bytes have hash {digest.hex()}, and the frame says "

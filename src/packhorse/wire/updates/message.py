@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -120,7 +121,7 @@ def write_message(header: Header, contents: Contents, frames: Mapping[int, bytes
     Returns:
         The update's bytes.
     """
-    packed = zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(contents.text)
+    packed = _zipped(contents.text)
     order = sorted(frames)
     entries = np.array(
         [(unit, len(frames[unit]) // FRAME_ALIGNMENT) for unit in order], "<u4"
@@ -131,6 +132,11 @@ def write_message(header: Header, contents: Contents, frames: Mapping[int, bytes
     head = bytearray(_pack(header, sizes) + entries + packed).ljust(sizes.frames_at, b"\0")
     _CRC.pack_into(head, _CRC_OFFSET, crc32c(head))
     return bytearray().join((head, *(frames[unit] for unit in order)))
+
+
+@lru_cache(maxsize=4)  # a sender's contents stay the same
+def _zipped(text: bytes) -> bytes:
+    return zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(text)
 
 
 def _pack(header: Header, sizes: _Sizes) -> bytes:

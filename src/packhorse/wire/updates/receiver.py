@@ -1,12 +1,14 @@
 """`DeltaReceiver`: brings a model's weights from one version to the next, or leaves them alone.
 
 `stage` does everything that takes time or can fail, while the engine goes on: it checks that the
-update follows what is held, decodes changed units to memory of its own against the live weights,
-which it only reads, and compares the hash of each with the update's. `commit` then copies. So an
-update that is damaged, repeated, out of order or for other weights changes nothing.
+update follows what is held, decodes what changes against the live weights, which it only reads, and
+compares the hash that each unit will have with the update's. `commit` then writes what is decoded:
+the elements that change, if they are few and the unit is one tensor in host memory in C order, and
+otherwise all of the unit. So an update that is damaged, repeated, out of order or for other weights
+changes nothing.
 
-A commit only goes forward. It copies bytes that are all there, and an exception in its midst
-(Ctrl-C) is raised again once the copies are done. If a copy itself fails, as on a device that is
+A commit only goes forward. It writes bytes that are all there, and an exception in its midst
+(Ctrl-C) is raised again once the writes are done. If a write itself fails, as on a device that is
 lost, the weights are torn: the receiver says so, commits the same staged update again if asked, and
 refuses everything else but an anchor.
 
@@ -25,11 +27,17 @@ from packhorse.codecs.base import ByteArray
 from packhorse.codecs.content import content_hash
 from packhorse.errors import CorruptionError
 from packhorse.frame import Frame
+from packhorse.frame.patch import Patch
 from packhorse.framework import resolve_framework
 from packhorse.threads import map_tensors
 from packhorse.wire.updates.changes import Changes, changes_by_frame, changes_of
 from packhorse.wire.updates.contents import Contents, state_hash
-from packhorse.wire.updates.decoding import check_hash, check_payload, decode_unit
+from packhorse.wire.updates.decoding import (
+    check_hash,
+    check_payload,
+    decode_unit,
+    patch_for_unit,
+)
 from packhorse.wire.updates.message import Header, Message, read_message
 from packhorse.wire.updates.refusals import Refusal, UpdateMismatchError
 from packhorse.wire.updates.tensors import Binding, Tensors, named_tensors
@@ -72,6 +80,7 @@ class StagedUpdate:
         self.before: list[bytes] = []  # hashes of all units of what is held
         self.hashes: list[bytes] = []  # of all units afterwards
         self.units: dict[int, ByteArray] = {}  # new bytes of changed units
+        self.patches: dict[int, Patch] = {}  # of changed units, against the live weights
         self.frames: dict[int, Frame] = {}  # of a single update: against the live weights
         self.done: set[int] = set()  # units that are written
 
@@ -89,8 +98,9 @@ class StagedUpdate:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the decoded units take."""
-        return sum(data.size for data in self.units.values())
+        """Bytes of memory that the decoded units, and the changes of others, take."""
+        patches = sum(patch.nbytes for patch in self.patches.values())
+        return patches + sum(data.size for data in self.units.values())
 
     @property
     def names(self) -> list[str]:
@@ -120,7 +130,7 @@ class StagedUpdate:
 
     def changed(self) -> list[int]:
         """The units that are written."""
-        return sorted(self.units.keys() | self.frames.keys())
+        return sorted(self.units.keys() | self.patches.keys() | self.frames.keys())
 
     def new_bytes(self, i: int, n_threads: int) -> ByteArray:
         """The new bytes of a unit.
@@ -137,6 +147,10 @@ class StagedUpdate:
         """
         if i in self.units:
             return self.units[i]
+        if i in self.patches:
+            data = self.binding.read(i).copy()
+            self.patches[i].write(data, n_threads)
+            return data
         frame = self.frames[i]
         base = None if frame.base_hash is None else self.binding.read(i)
         return decode_unit(frame, base, frame.base_hash, n_threads)
@@ -453,26 +467,26 @@ class DeltaReceiver:
             raise CorruptionError("the frames do not make the state that the update names")
         order = list(frames)
 
-        def work(at: int, n_threads: int) -> ByteArray | None:
+        def work(at: int, n_threads: int) -> ByteArray | Patch | None:
             i = order[at]
             if self._in_place:
                 check_payload(frames[i])
                 return None
-            base = None
-            if frames[i].base_hash is not None:
-                base = staged.units[i] if i in staged.units else staged.binding.read(i)
-            return decode_unit(frames[i], base, hashes[i], n_threads)
+            return _decoded(frames[i], i, staged, n_threads)
 
         decoded = map_tensors(work, [contents.units[i].nbytes for i in order], self.threads)
         staged.frames = frames if staged.header is None else {}
-        if not self._in_place:
-            pairs = zip(order, decoded, strict=True)
-            staged.units |= {i: data for i, data in pairs if data is not None}
+        for i, found in zip(order, decoded, strict=True):
+            staged.patches.pop(i, None)
+            if isinstance(found, Patch):
+                staged.patches[i] = found
+            elif found is not None:
+                staged.units[i] = found
         staged.hashes, staged.header = after, message.header
 
     def _write(self, staged: StagedUpdate) -> BaseException | None:
         """Writes all units. Returns an exception that came from outside, such as Ctrl-C."""
-        todo = [i for i in staged.changed() if i in staged.units or i not in staged.done]
+        todo = [i for i in staged.changed() if _is_decoded(staged, i) or i not in staged.done]
 
         def work(at: int, n_threads: int) -> None:
             i = todo[at]
@@ -486,21 +500,29 @@ class DeltaReceiver:
             map_tensors(work, [staged.binding.unit(i).nbytes for i in todo], self.threads)
         except (KeyboardInterrupt, SystemExit) as interrupt:
             for at, i in enumerate(todo):
-                if i in staged.units or i not in staged.done:
+                if _is_decoded(staged, i) or i not in staged.done:
                     work(at, 1)
             return interrupt
         return None
 
     def _patch(self, staged: StagedUpdate, i: int, n_threads: int) -> bool:
-        """Patches a unit that was not decoded, if it is one tensor in host memory in C order.
+        """Patches a unit whose changes are known, or one that was not decoded, if it is one tensor
+        in host memory in C order.
 
         Raises:
-            CorruptionError: the unit was not what its hash said. It is wrong now.
+            CorruptionError: the unit was not decoded, and was not what its hash said. It is wrong
+                now.
         """
-        if i in staged.units or staged.frames[i].base_hash is None:
+        if i in staged.units:
             return False
-        memory, frame = staged.binding.memory(i), staged.frames[i]
-        if memory is None:
+        memory = staged.binding.memory(i)
+        if i in staged.patches:
+            assert memory is not None
+            self.is_torn = True  # until all units are written
+            staged.patches[i].write(memory, n_threads)
+            return True
+        frame = staged.frames[i]
+        if frame.base_hash is None or memory is None:
             return False
         frame.patch_into(memory, base_hash=frame.base_hash, threads=n_threads)
         self.is_torn = True  # until all units are written
@@ -518,6 +540,33 @@ class DeltaReceiver:
         self.is_torn = False
         self._n_commits += 1
         binding.mark_written(staged.changed())
+
+
+def _is_decoded(staged: StagedUpdate, i: int) -> bool:
+    """Whether what is written to a unit is at hand, so that it can be written again."""
+    return i in staged.units or i in staged.patches
+
+
+def _decoded(frame: Frame, i: int, staged: StagedUpdate, n_threads: int) -> ByteArray | Patch:
+    """A unit after an update, against the live weights, or against what is staged before it.
+
+    Args:
+        frame: its frame.
+        i: the unit.
+        staged: the updates before.
+        n_threads: how many to use.
+    """
+    if frame.base_hash is None:
+        return decode_unit(frame, None, None, n_threads)
+    base_hash = staged.hashes[i]
+    if _is_decoded(staged, i):
+        return decode_unit(frame, staged.new_bytes(i, n_threads), base_hash, n_threads)
+    base = staged.binding.read(i)
+    if staged.binding.memory(i) is not None:
+        patch = patch_for_unit(frame, base, base_hash, n_threads)
+        if patch is not None:
+            return patch
+    return decode_unit(frame, base, base_hash, n_threads)
 
 
 def _refusal(reason: Refusal, header: Header, held: int | None, words: str) -> UpdateMismatchError:

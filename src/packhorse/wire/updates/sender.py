@@ -2,8 +2,9 @@
 
 The sender keeps a copy of what it packed last: as many bytes as the tensors have, in host memory or
 in a file that is mapped. A unit whose bytes equal the copy is not sent. Each other unit is
-packed against the copy, and the copy then becomes the new bytes. They are hashed on the way and
-compared with what the frame holds, so a tensor that is written to meanwhile is noticed.
+packed against the copy, which becomes the new unit in the same pass (frame/follow.py). Every byte
+is read once, so an update and the copy agree, whatever is written to the tensors meanwhile. Where
+PyTorch counts writes, they are noticed.
 
 If packing fails, nothing was sent and some units of the copy may be new. The next update is
 therefore an anchor.
@@ -19,9 +20,8 @@ import numpy as np
 
 from packhorse.arguments import resolve_level, resolve_threads
 from packhorse.codecs.base import ByteArray
-from packhorse.codecs.content import copy_with_hash
 from packhorse.errors import ChangedError
-from packhorse.frame import Frame, Plan, compress_buffer
+from packhorse.frame.follow import Follower
 from packhorse.layout import DTYPE_BY_NAME, Level
 from packhorse.threads import map_tensors
 from packhorse.wire.updates.contents import Contents, state_hash
@@ -123,8 +123,11 @@ class DeltaSender:
         self._names = tensors.keys() | set()
         self._contents = contents_of(tensors, shards)
         self._copy = _make_copy(self._contents, snapshot)
-        self._hashes = [b""] * len(self._contents.units)
-        self._plans: dict[int, Plan] = {}
+        self._followers = [
+            Follower(unit.dtype, unit.shape, memory, self._level, unit.label)
+            for unit, memory in zip(self._contents.units, self._copy, strict=True)
+        ]
+        self._still: set[int] = set()  # units that did not change the last time
         self._must_anchor = not receivers_have_it
         if receivers_have_it:
             self._keep_all(Binding(self._contents, tensors))
@@ -156,7 +159,7 @@ class DeltaSender:
             send an `anchor()`.
 
         Raises:
-            ChangedError: a tensor was written to meanwhile. The next update is an anchor.
+            ChangedError: PyTorch wrote to a tensor meanwhile. The next update is an anchor.
             TypeError, ValueError: the tensors are not those that the sender was made with.
         """
         tensors = named_tensors(self._source if state is None else state)
@@ -166,7 +169,9 @@ class DeltaSender:
         )
         before = b"" if is_anchor else self.state_hash
         self._must_anchor = True  # until all units are packed and kept
+        writes = binding.write_counts()
         frames, changed = self._pack_units(binding, is_anchor)
+        _check_writes(writes, binding.write_counts())
         update = self._update(
             is_anchor, self._version + 1, 0 if is_anchor else self._version, before, frames, changed
         )
@@ -187,7 +192,7 @@ class DeltaSender:
         units = self._contents.units
 
         def work(i: int, n_threads: int) -> bytes:
-            return self._full(i, self._copy[i], n_threads).to_bytes()
+            return self._followers[i].full(n_threads).to_bytes()
 
         sizes = [unit.nbytes for unit in units]
         packed = map_tensors(work, sizes, self._threads)
@@ -197,7 +202,7 @@ class DeltaSender:
     @property
     def state_hash(self) -> bytes:
         """Hash of the state that was packed last, 16 bytes."""
-        return state_hash(self._contents, self._hashes)
+        return state_hash(self._contents, [each.content_hash for each in self._followers])
 
     def _bind(self, tensors: Mapping[str, Any]) -> Binding:
         if tensors.keys() != self._names:
@@ -222,55 +227,28 @@ class DeltaSender:
         changed: dict[int, float] = {}
 
         def work(i: int, n_threads: int) -> bytes | None:
-            data = binding.read(i)
-            if not is_anchor and _is_same(data, self._copy[i]):
+            data, follower = binding.read(i), self._followers[i]
+            # A unit that stays as it is, as those of frozen layers do, need not be hashed.
+            if not is_anchor and i in self._still and _is_same(data, self._copy[i]):
                 return None
-            if self._counts and self._hashes[i]:
+            if self._counts and follower.content_hash:
                 changed[i] = _share_of_changed(data, self._copy[i], binding.unit(i).dtype)
-            pack = self._full if is_anchor else self._delta
-            frame = pack(i, data, n_threads)
-            self._keep(i, data, frame.content_hash)
-            return frame.to_bytes()
+            pack = follower.begin if is_anchor else follower.follow
+            frame = pack(data, n_threads)
+            return None if frame is None else frame.to_bytes()
 
         sizes = [unit.nbytes for unit in self._contents.units]
         packed = map_tensors(work, sizes, self._threads)
+        if not is_anchor:
+            self._still = {i for i, frame in enumerate(packed) if frame is None}
         frames = {i: frame for i, frame in enumerate(packed) if frame is not None and sizes[i]}
         return frames, changed
 
-    def _full(self, i: int, data: ByteArray, n_threads: int) -> Frame:
-        unit = self._contents.units[i]
-        return compress_buffer(
-            data, unit.dtype, unit.shape, level=self._level, threads=n_threads, name=unit.label
-        )
-
-    def _delta(self, i: int, data: ByteArray, n_threads: int) -> Frame:
-        unit = self._contents.units[i]
-        frame = compress_buffer(
-            data, unit.dtype, unit.shape, level=self._level, threads=n_threads, name=unit.label,
-            base=self._copy[i], base_hash=self._hashes[i], base_is_fixed=True,
-            like=self._plans.get(i),
-        )  # fmt: skip
-        if frame.plan is not None and frame.base_hash is not None:
-            self._plans[i] = frame.plan
-        else:
-            self._plans.pop(i, None)
-        return frame
-
-    def _keep(self, i: int, data: ByteArray, digest: bytes) -> None:
-        """Makes the copy of a unit what its frame holds."""
-        if copy_with_hash(data, self._copy[i]) != digest:
-            raise ChangedError(
-                f"{self._contents.units[i].label}: it was written to while it was packed; pack "
-                "when nothing writes to it"
-            )
-        self._hashes[i] = digest
-
     def _keep_all(self, binding: Binding) -> None:
-        def work(i: int, n_threads: int) -> bytes:
-            return copy_with_hash(binding.read(i), self._copy[i])
+        def work(i: int, n_threads: int) -> None:
+            self._followers[i].keep(binding.read(i))
 
-        sizes = [unit.nbytes for unit in self._contents.units]
-        self._hashes = map_tensors(work, sizes, self._threads)
+        map_tensors(work, [unit.nbytes for unit in self._contents.units], self._threads)
 
     def _update(
         self,
@@ -320,6 +298,19 @@ def _make_copy(contents: Contents, path: PathLike | None) -> list[ByteArray]:
         memory[offset : offset + unit.nbytes]
         for offset, unit in zip(offsets, contents.units, strict=True)
     ]
+
+
+def _check_writes(before: Mapping[str, int], after: Mapping[str, int]) -> None:
+    """Refuses an update if a tensor was written to between two counts of writes.
+
+    Raises:
+        ChangedError: one was.
+    """
+    for name, count in before.items():
+        if after[name] != count:
+            raise ChangedError(
+                f"{name}: it was written to while it was packed; pack when nothing writes to it"
+            )
 
 
 def _is_same(a: ByteArray, b: ByteArray) -> bool:

@@ -298,6 +298,11 @@ class Binding:
                     if each.memory is not None:
                         self.framework.mark_written(each.tensor)
 
+    def write_counts(self) -> dict[str, int]:
+        """How often each tensor was written to, where the framework counts that."""
+        counts = {name: self.framework.write_count(tensor) for name, tensor in self.tensors.items()}
+        return {name: count for name, count in counts.items() if count is not None}
+
     def untied(self) -> str | None:
         """A name that the contents tie to another tensor, and that has memory of its own here."""
         return next((row[0].part.name for row in self._others.values()), None)
