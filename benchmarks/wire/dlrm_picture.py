@@ -60,10 +60,9 @@ def _section(runs: Mapping[str, Mapping[str, Any]]) -> str:
         f"A DLRM with the 26 tables of Criteo Kaggle, at most {settings['cap']:,} rows of "
         f"{settings['dim']} in each, ids by Zipf's law, labels of a teacher: "
         f"{settings['steps']:,} steps of {settings['batch']:,} samples; kB are what a rank sends. "
-        "Runs of one seed begin with the same weights, and all see the same batches once. In the last "
-        "third the learning rates fall to zero, and the loss no longer falls with them. AUC is that of "
-        "98,304 samples that no run saw. Some hundredths of a percent are chance: gradients that are "
-        "rounded at random end above those of fp32 as often as below. `bounded` has the default "
+        "Runs of one seed begin with the same weights, and all see the same batches once. In the "
+        "last third the learning rates fall to zero. AUC is that of 98,304 samples that no run "
+        "saw. Some hundredths of a percent are chance, up or down. `bounded` has the default "
         "bounds, `bounded as the paper` the paper's both ways, `forward only` the paper's for rows "
         "alone.",
         "",
