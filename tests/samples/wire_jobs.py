@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -322,19 +321,3 @@ def on_a_device() -> list[tuple[str, str]]:
     assert work is not None
     assert work.wait()
     return [(row.arm.name, row.why) for row in collectives.rows()]
-
-
-def overhead(n_calls: int) -> float:
-    """Processor time of this thread that a short call takes more than PyTorch's own, in seconds."""
-    collectives, x = Collectives(choice="raw", timeout=30), torch.ones(16)
-    ours, theirs = [], []
-    for _ in range(5):
-        start = time.thread_time()
-        for _ in range(n_calls):
-            collectives.all_reduce(x, dist.ReduceOp.MAX)
-        middle = time.thread_time()
-        for _ in range(n_calls):
-            dist.all_reduce(x, dist.ReduceOp.MAX)
-        ours.append(middle - start)
-        theirs.append(time.thread_time() - middle)
-    return (min(ours) - min(theirs)) / n_calls

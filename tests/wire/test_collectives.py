@@ -83,12 +83,6 @@ def test_ranks_choose_alike_by_what_they_measure(tmp_path: Path) -> None:
         assert all(6 <= n_timed <= 30 for _, _, n_timed in rows)
 
 
-def test_tensors_on_a_device_travel_as_pytorch_sends_them(tmp_path: Path) -> None:
+def test_one_rank_on_a_device_takes_pytorchs_own_way(tmp_path: Path) -> None:
     (rows,) = values(run_ranks(1, jobs.on_a_device, store=tmp_path / "store"))
-    why = "tensors on a device travel as PyTorch sends them: frames are encoded on the host only"
-    assert rows == [("TORCH", why)] * 5
-
-
-def test_a_short_call_costs_little_more_than_pytorchs_own(tmp_path: Path) -> None:
-    for seconds in values(run_ranks(2, jobs.overhead, 200, store=tmp_path / "store")):
-        assert seconds < 1e-4
+    assert rows == [("TORCH", "there is one rank, so nothing is sent")] * 5

@@ -3,6 +3,7 @@
 There is no GPU here: Triton's interpreter runs the kernels, on tensors in host memory over gloo.
 """
 
+import re
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,8 @@ def test_ranks_that_disagree_are_named(tmp_path: Path) -> None:
 
 def test_more_escapes_than_there_is_room_for_are_refused(tmp_path: Path) -> None:
     for outcome in run_ranks(2, jobs.device_lie, store=tmp_path / "store"):
-        assert outcome.error == (
-            "CorruptionError: rank 1 announces 513 escapes for 4096 elements to rank 0; there is "
-            "room for 512"
+        assert re.fullmatch(
+            r"CorruptionError: rank 1 announces 513 escapes for 4096 elements to rank \d; there is "
+            "room for 512",
+            outcome.error,
         )
