@@ -37,7 +37,7 @@ class Settings:
     threads: int
     densities: tuple[str, ...]
     trace: str | None = None
-    trace_steps: int = 2
+    trace_steps: int = 1
     arms: tuple[str, ...] | None = None
 
 
