@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # imports.
 ALLOWED = {
     "common": set(),
-    "data": set(),
+    "data": {"common"},
     "codecs": {"common", "data"},
     "snapshots": {"common", "data", "codecs"},
     "layers": {"common", "data", "codecs"},

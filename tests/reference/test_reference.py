@@ -228,7 +228,7 @@ def test_reference_shares_no_code_with_the_fast_paths() -> None:
     # Bounded codes are defined by the arithmetic of floats, which NumPy and ml_dtypes do.
     assert {path.name for path in files if "ml_dtypes" in imports_of(path)} == {"bounded.py"}
     with_numpy = {path.name for path in files if "numpy" in imports_of(path)}
-    assert with_numpy == {"bounded.py", "weights.py"}
+    assert with_numpy == {"bounded.py", "coded.py", "weights.py"}
 
 
 def test_the_builder_shares_no_code_with_the_package() -> None:
