@@ -103,6 +103,8 @@ def _codecs(smoke: bool, rounds: int) -> list[dict[str, Any]]:
     """Encoding and decoding alone, on the first GPU."""
     import torch
 
+    from packhorse.torch_dtypes import short_name
+
     device = torch.device("cpu" if smoke else "cuda:0")
     nbytes = 1 << 15 if smoke else CODEC_MIB << 20
     rows = []
@@ -118,7 +120,7 @@ def _codecs(smoke: bool, rounds: int) -> list[dict[str, Any]]:
                 raise SystemExit(f"{name} of {dtype} gave back other values")
             times = [[_timed(work, smoke) for _ in range(rounds)] for work in (encode, decode)]
             rates = [nbytes / statistics.median(found) / 1e9 for found in times]
-            row = {"codec": name, "dtype": str(dtype).removeprefix("torch."), "nbytes": nbytes}
+            row = {"codec": name, "dtype": short_name(dtype), "nbytes": nbytes}
             row |= {"ratio": nbytes / message_nbytes(), "encode": rates[0], "decode": rates[1]}
             rows.append(row)
     return rows
@@ -232,6 +234,7 @@ def _measure(
     import torch
     import torch.distributed as dist
 
+    from packhorse.torch_dtypes import short_name
     from packhorse.wire import Collectives
 
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -255,7 +258,7 @@ def _measure(
     medians = {choice: statistics.median(found) for choice, found in times.items()}
     return {
         "operation": operation,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": short_name(dtype),
         "nbytes": n * dtype.itemsize,
         "ratio": row.ratio,
         "same_bits": same,

@@ -8,7 +8,7 @@ so that dtype stands apart; PyTorch has it from 2.8.
 
 import torch
 
-__all__ = ["NAMES", "PAIR_DTYPES", "TORCH_DTYPES"]
+__all__ = ["NAMES", "PAIR_DTYPES", "TORCH_DTYPES", "short_name"]
 
 TORCH_DTYPES = {
     "BOOL": torch.bool,
@@ -35,3 +35,8 @@ NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 _PAIR: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)
 PAIR_DTYPES = {} if _PAIR is None else {"F4": _PAIR}
+
+
+def short_name(dtype: torch.dtype) -> str:
+    """PyTorch's own name of a dtype without its module, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")

@@ -1,10 +1,6 @@
 """The kernels of bounded codes write the bytes of the C++ coder and read them, in Triton's
 interpreter (or on a GPU, with TRITON_INTERPRET=0)."""
 
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -13,6 +9,7 @@ import torch
 import triton
 from bounded_samples import NUMPY, ROUNDINGS, raw
 from numpy.typing import NDArray
+from offline_kernels import compile_offline
 
 from packhorse.codecs.bounded import (
     Rounding,
@@ -203,18 +200,7 @@ print(json.dumps(rows))
 
 @pytest.mark.slow
 def test_kernels_compile_for_gpus_without_fused_arithmetic(tmp_path: Any) -> None:
-    """Offline, in another process, because Triton's interpreter is on in this one."""
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.getcwd()}
-    environment.pop("TRITON_INTERPRET", None)
-    run = subprocess.run(
-        [sys.executable, "-c", COMPILE],
-        env=environment,
-        timeout=600,
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    rows = json.loads(run.stdout)
+    rows = compile_offline(COMPILE, tmp_path)
     assert len(rows) == 9
     for row in rows:
         assert row["instructions"] > 50, row

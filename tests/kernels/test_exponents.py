@@ -1,10 +1,6 @@
 """The kernels that pack exponents write what the NumPy code here writes, and read it back, in
 Triton's interpreter (or on a GPU, with TRITON_INTERPRET=0)."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +8,7 @@ import pytest
 import torch
 import triton
 from numpy.typing import NDArray
+from offline_kernels import compile_offline
 from wire_jobs import trained
 
 from packhorse.kernels.exponents import (
@@ -123,7 +120,7 @@ def test_noise_has_more_escapes_than_there_is_room_for() -> None:
     rng = np.random.default_rng(3)
     elements = torch.from_numpy(rng.integers(-(1 << 15), 1 << 15, 4096).astype(np.int16))
     sections = sections_of(4096, torch.bfloat16)
-    room = sections.capacity - sections.escapes
+    room = sections.room
     message = torch.zeros(sections.capacity + 64, dtype=torch.uint8, device=DEVICE)
     n_escapes = encode_exponents(
         elements.view(torch.bfloat16).to(DEVICE), message[: sections.capacity]
@@ -199,18 +196,7 @@ print(json.dumps(rows))
 
 @pytest.mark.slow
 def test_kernels_compile_for_gpus(tmp_path: Path) -> None:
-    """Offline, in another process, because Triton's interpreter is on in this one."""
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.getcwd()}
-    environment.pop("TRITON_INTERPRET", None)
-    run = subprocess.run(
-        [sys.executable, "-c", COMPILE],
-        env=environment,
-        timeout=600,
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    rows = json.loads(run.stdout)
+    rows = compile_offline(COMPILE, tmp_path)
     assert len(rows) == 6
     for row in rows:
         # A program has 1,024 elements, eight for each thread.

@@ -273,17 +273,25 @@ def test_a_commit_that_fails_can_be_finished(monkeypatch: pytest.MonkeyPatch) ->
     assert (receiver.version, receiver.is_torn) == (2, False)
 
 
+def patched_pair(
+    names: str,
+) -> tuple[dict[str, Any], dict[str, Any], DeltaSender, DeltaReceiver]:
+    """Weights, a copy that a receiver patches, and both ends, which hold the same version."""
+    rng = np.random.default_rng(0)
+    weights = {name: rng.standard_normal(100_000) for name in names}
+    served = {name: tensor.copy() for name, tensor in weights.items()}
+    packer = DeltaSender(weights, receivers_have_it=True)
+    receiver = DeltaReceiver(into=served, threads=1)
+    receiver.unpack(packer.pack())
+    return weights, served, packer, receiver
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("lost")])
 def test_a_patch_that_fails_half_way_is_written_again(
     monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     """Tensors of 64 KiB and more are patched, not copied."""
-    rng = np.random.default_rng(0)
-    weights = {name: rng.standard_normal(100_000) for name in "abc"}
-    served = {name: tensor.copy() for name, tensor in weights.items()}
-    packer = DeltaSender(weights, receivers_have_it=True)
-    receiver = DeltaReceiver(into=served, threads=1)
-    receiver.unpack(packer.pack())
+    weights, served, packer, receiver = patched_pair("abc")
     for tensor in weights.values():
         tensor[::100] += 1
     staged = receiver.stage(packer.pack())
@@ -311,12 +319,7 @@ def test_a_patch_that_fails_half_way_is_written_again(
 
 
 def test_a_write_to_a_tensor_that_is_patched_is_noticed() -> None:
-    rng = np.random.default_rng(0)
-    weights = {name: rng.standard_normal(100_000) for name in "ab"}
-    served = {name: tensor.copy() for name, tensor in weights.items()}
-    packer = DeltaSender(weights, receivers_have_it=True)
-    receiver = DeltaReceiver(into=served, threads=1)
-    receiver.unpack(packer.pack())
+    weights, served, packer, receiver = patched_pair("ab")
     served["b"][70_000] += 1
     weights["a"][0] = weights["b"][5] = 1
     before = bits_of(served)

@@ -28,6 +28,7 @@ from packhorse.device.offload import offloaded_weight
 from packhorse.device.packed_weight import PackedWeight
 from packhorse.device.report import LeftWeight, PackReport, WeightReport
 from packhorse.layout import MAX_WEIGHT_COLUMNS, WeightFormat
+from packhorse.torch_dtypes import short_name
 
 __all__ = [
     "Progress",
@@ -246,7 +247,7 @@ def _report_packed(name: str, shape: torch.Size, format: WeightFormat, nbytes: i
 
 
 def _report_left(name: str, weight: Tensor, reason: str) -> LeftWeight:
-    dtype = str(weight.dtype).removeprefix("torch.")
+    dtype = short_name(weight.dtype)
     return LeftWeight(name, tuple(weight.shape), dtype, _held_nbytes(weight), reason)
 
 
@@ -353,7 +354,7 @@ class WeightChoice:
 
     def _why_weight_left(self, weight: Tensor) -> str | None:
         if weight.dtype != torch.bfloat16:
-            return f"packed weights are BF16, not {str(weight.dtype).removeprefix('torch.')}"
+            return f"packed weights are BF16, not {short_name(weight.dtype)}"
         if type(weight) is not Parameter or weight.layout != torch.strided:
             return f"{type(weight).__name__} is not a plain tensor"
         if weight.is_meta:

@@ -27,6 +27,7 @@ from triton import language as tl
 from packhorse.kernels.launch import ceil_div, device_of, require_tensor
 
 __all__ = [
+    "ALIGNMENT",
     "BLOCK",
     "Sections",
     "can_pack",
@@ -35,6 +36,7 @@ __all__ = [
     "decode_exponents_kernel",
     "encode_exponents",
     "encode_exponents_kernel",
+    "message_nbytes",
     "sections_of",
 ]
 
@@ -43,7 +45,7 @@ _BLOCK = tl.constexpr(BLOCK)
 _HALF = tl.constexpr(BLOCK // 2)
 _ZERO = tl.constexpr(14)
 _ESCAPE = tl.constexpr(15)
-_ALIGNMENT = 16
+ALIGNMENT = 16  # of a message and of its sections, in bytes
 _ROOM = 8  # there is room for an escape of every eighth element
 _WORDS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 _WARPS = 4
@@ -67,6 +69,11 @@ class Sections(NamedTuple):
     counts: int
     escapes: int
     capacity: int
+
+    @property
+    def room(self) -> int:
+        """The most escapes that a message holds."""
+        return self.capacity - self.escapes
 
 
 def can_pack(dtype: torch.dtype) -> bool:
@@ -93,8 +100,37 @@ def sections_of(n: int, dtype: torch.dtype) -> Sections:
         2 * n_blocks,
         ceil_div(n, _ROOM),
     ):
-        ends.append(ceil_div(ends[-1] + nbytes, _ALIGNMENT) * _ALIGNMENT)
+        ends.append(_padded(ends[-1] + nbytes))
     return Sections(*ends[1:])
+
+
+def message_nbytes(n: int, dtype: torch.dtype, n_escapes: int) -> int | None:
+    """The length of the message of some elements.
+
+    Args:
+        n: how many.
+        dtype: BF16 or F32.
+        n_escapes: how many escapes it has, at least 0.
+
+    Returns:
+        A multiple of `ALIGNMENT` bytes; None if there is no room for so many escapes.
+    """
+    sections = sections_of(n, dtype)
+    return _padded(sections.escapes + n_escapes) if n_escapes <= sections.room else None
+
+
+def _padded(nbytes: int) -> int:
+    return ceil_div(nbytes, ALIGNMENT) * ALIGNMENT
+
+
+@triton.jit
+def _halves(n):
+    """The block of this program, and where the elements of its two halves are."""
+    block = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, _HALF)
+    first = block * _BLOCK + lanes
+    second = first + _HALF
+    return block, block * _HALF + lanes, first, second, first < n, second < n
 
 
 @triton.jit
@@ -144,18 +180,14 @@ def encode_exponents_kernel(
     MANTISSA: tl.constexpr,
     IS_F32: tl.constexpr,
 ):
-    block = tl.program_id(0).to(tl.int64)
-    lanes = tl.arange(0, _HALF)
-    first = block * _BLOCK + lanes
-    second = first + _HALF
-    there, there_too = first < n, second < n
+    block, pairs, first, second, there, there_too = _halves(n)
     a = tl.load(words_ptr + first, mask=there, other=0).to(tl.int32)
     b = tl.load(words_ptr + second, mask=there_too, other=0).to(tl.int32)
     low, high = _exponents(a, MANTISSA), _exponents(b, MANTISSA)
     finite = tl.maximum(tl.where(low < 255, low, 0), tl.where(high < 255, high, 0))
     base = tl.max(finite, axis=0)
     codes, more = _codes(low, base), _codes(high, base)
-    tl.store(codes_ptr + block * _HALF + lanes, (codes | (more << 4)).to(tl.uint8), mask=there)
+    tl.store(codes_ptr + pairs, (codes | (more << 4)).to(tl.uint8), mask=there)
     _store_rest(a, low_ptr, high_ptr, first, there, IS_F32)
     _store_rest(b, low_ptr, high_ptr, second, there_too, IS_F32)
     escaped = (codes == _ESCAPE).to(tl.int32) + (more == _ESCAPE).to(tl.int32)
@@ -183,17 +215,14 @@ def collect_exponents_kernel(
     capacity,
     MANTISSA: tl.constexpr,
 ):
-    block = tl.program_id(0).to(tl.int64)
+    block, pairs, first, second, there, there_too = _halves(n)
     count = tl.load(counts_ptr + block).to(tl.int64)
     if count > 0:
-        lanes = tl.arange(0, _HALF)
-        first = block * _BLOCK + lanes
-        second = first + _HALF
-        both = tl.load(codes_ptr + block * _HALF + lanes, mask=first < n, other=0).to(tl.int32)
+        both = tl.load(codes_ptr + pairs, mask=there, other=0).to(tl.int32)
         codes, more = both & 15, both >> 4
         places, behind = _places(codes, more, tl.load(ends_ptr + block) - count)
-        is_first = (codes == _ESCAPE) & (first < n)
-        is_second = (more == _ESCAPE) & (second < n)
+        is_first = (codes == _ESCAPE) & there
+        is_second = (more == _ESCAPE) & there_too
         a = tl.load(words_ptr + first, mask=is_first, other=0).to(tl.int32)
         b = tl.load(words_ptr + second, mask=is_second, other=0).to(tl.int32)
         low, high = _exponents(a, MANTISSA).to(tl.uint8), _exponents(b, MANTISSA).to(tl.uint8)
@@ -226,12 +255,8 @@ def decode_exponents_kernel(
     MANTISSA: tl.constexpr,
     IS_F32: tl.constexpr,
 ):
-    block = tl.program_id(0).to(tl.int64)
-    lanes = tl.arange(0, _HALF)
-    first = block * _BLOCK + lanes
-    second = first + _HALF
-    there, there_too = first < n, second < n
-    both = tl.load(codes_ptr + block * _HALF + lanes, mask=there, other=0).to(tl.int32)
+    block, pairs, first, second, there, there_too = _halves(n)
+    both = tl.load(codes_ptr + pairs, mask=there, other=0).to(tl.int32)
     codes, more = both & 15, both >> 4
     base = tl.load(bases_ptr + block).to(tl.int32)
     count = tl.load(counts_ptr + block).to(tl.int64)
@@ -340,6 +365,6 @@ def _require(elements: torch.Tensor, message: torch.Tensor) -> tuple[int, Sectio
     n = elements.numel()
     require_tensor(elements, "elements", elements.dtype, (n,), elements.device)
     require_tensor(message, "message", torch.uint8, (message.numel(),), elements.device)
-    if message.data_ptr() % _ALIGNMENT:
+    if message.data_ptr() % ALIGNMENT:
         raise ValueError("message must begin at a multiple of 16 bytes; copy it first")
     return n, sections_of(n, elements.dtype)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from packhorse.arguments import resolve_level, resolve_threads
 from packhorse.layout import Level
+from packhorse.torch_dtypes import short_name
 from packhorse.wire import torch_ways
 from packhorse.wire.backend import dist, torch
 from packhorse.wire.carrier import Carrier, Effort
@@ -21,9 +22,9 @@ from packhorse.wire.peers import Peers, as_timeout
 from packhorse.wire.pending import Background, Pending
 from packhorse.wire.rounds import PIECE_NBYTES
 from packhorse.wire.selector import Arm, Choice, Key, Rates, Row, Selector, table_of
-from packhorse.wire.statement import Statement, check_sizes, exchange_statements
+from packhorse.wire.statement import ROOT_WORDS, Statement, check_sizes, exchange_statements
 from packhorse.wire.sums import OPERATIONS, REDUCTION_WORDS, check_operation
-from packhorse.wire.ways import ROOT_WORDS, Ways
+from packhorse.wire.ways import Ways
 
 __all__ = ["Collectives"]
 
@@ -402,10 +403,11 @@ class Collectives:
             return Choice(Arm.PACKED)
         elif why is None and self._rates is None:
             why = _ON_DEVICE
-        choice = None if why else self._selector.glance(key, [Arm.TORCH, Arm.PACKED], call.nbytes)
-        if choice is None:
-            self._selector.note(key, Arm.TORCH, why or _ON_DEVICE)
+        if why is not None:
+            self._selector.note(key, Arm.TORCH, why)
             return Choice(Arm.TORCH)
+        choice = self._selector.glance(key, [Arm.TORCH, Arm.PACKED], call.nbytes)
+        assert choice is not None  # given rates answer every time
         return choice
 
     def _choose(self, call: _Call, target: torch.Tensor) -> Choice:
@@ -446,7 +448,7 @@ class Collectives:
 
 
 def _key(operation: str, tensor: torch.Tensor, nbytes: int | None, label: str) -> Key:
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = short_name(tensor.dtype)
     if nbytes is None:  # rows are as long on all ranks
         row = math.prod(tensor.shape[1:]) * tensor.itemsize
         return Key(operation, dtype, None, label or f"in rows of {row} B")

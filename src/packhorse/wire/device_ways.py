@@ -15,18 +15,22 @@ from types import ModuleType
 from typing import NamedTuple
 
 from packhorse.errors import CorruptionError
+from packhorse.torch_dtypes import short_name
 from packhorse.wire import torch_ways
 from packhorse.wire.backend import torch
 from packhorse.wire.carrier import Effort
 from packhorse.wire.peers import Peers
 from packhorse.wire.selector import Arm
-from packhorse.wire.statement import Statement, check_sizes, exchange_statements
-from packhorse.wire.sums import OPERATIONS, reduce_into
+from packhorse.wire.statement import (
+    ROOT_WORDS,
+    Statement,
+    check_sizes,
+    described,
+    exchange_statements,
+)
+from packhorse.wire.sums import OPERATIONS, REDUCTION_WORDS, reduce_into
 
 __all__ = ["DeviceWays", "is_on_device", "why_not"]
-
-_ALIGNMENT = 16
-_REDUCTION_WORDS = ("the reduction", *OPERATIONS)
 
 
 def is_on_device(tensor: torch.Tensor) -> bool:
@@ -44,8 +48,8 @@ def why_not(tensor: torch.Tensor) -> str | None:
     if not runs_on(tensor.device):
         return f"packing on a device needs an NVIDIA GPU, and the tensors are on {tensor.device}"
     if not exponents.can_pack(tensor.dtype):
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return f"on a device BF16 and F32 are packed, and the tensors are {dtype}"
+        name = short_name(tensor.dtype)
+        return f"on a device BF16 and F32 are packed, and the tensors are {name}"
     return None
 
 
@@ -98,7 +102,7 @@ class DeviceWays:
         mine = messages[0] if is_root else None
         stated = self._state(
             "bc", flat, [mine] * self._peers.size, [flat.nbytes] * self._peers.size,
-            flat.nbytes, argument=root, words=("the root",),
+            flat.nbytes, argument=root, words=ROOT_WORDS,
         )  # fmt: skip
         nbytes, n_escapes = self._announced(stated, root, flat)
         data = flat.new_empty(nbytes, dtype=torch.uint8) if mine is None else mine.data
@@ -131,7 +135,7 @@ class DeviceWays:
         received = [torch.empty_like(result) for _ in parts]
         received[rank].copy_(parts[rank])
         effort = self._deliver(
-            what, parts, received, argument=OPERATIONS.index(name), words=_REDUCTION_WORDS,
+            what, parts, received, argument=OPERATIONS.index(name), words=REDUCTION_WORDS,
             common=sum(part.nbytes for part in parts),
         )  # fmt: skip
         reduce_into(result, received, name)
@@ -204,7 +208,7 @@ class DeviceWays:
         words: Sequence[str] = (),
     ) -> list[Statement]:
         """States the message for each rank to it, and reads what all state to this one."""
-        text = f"{what} {str(like.dtype).removeprefix('torch.')}"
+        text = described(what, like.dtype)
         mine = [
             Statement(
                 self._peers.number & 0xFFFFFFFF, text, argument, Arm.PACKED, size, common, 1,
@@ -221,13 +225,14 @@ class DeviceWays:
         n_escapes = stated[rank].first - 1
         if n_escapes < 0 or not part.numel():
             return part.nbytes, -1
-        sections = _exponents().sections_of(part.numel(), part.dtype)
-        if n_escapes > sections.capacity - sections.escapes:
+        nbytes = _exponents().message_nbytes(part.numel(), part.dtype, n_escapes)
+        if nbytes is None:
+            room = _exponents().sections_of(part.numel(), part.dtype).room
             raise CorruptionError(
                 f"rank {rank} announces {n_escapes} escapes for {part.numel()} elements to rank "
-                f"{self._peers.rank}; there is room for {sections.capacity - sections.escapes}"
+                f"{self._peers.rank}; there is room for {room}"
             )
-        return _padded(sections.escapes + n_escapes), n_escapes
+        return nbytes, n_escapes
 
     def _run(self, collective: object, tensor: torch.Tensor, *args: object) -> None:
         work = self._peers.begin(collective, tensor, *args)  # type: ignore[arg-type]
@@ -253,9 +258,8 @@ def _pack(parts: Sequence[torch.Tensor]) -> list[_Message]:
 
 
 def _message(part: torch.Tensor, memory: torch.Tensor, n_escapes: int) -> _Message:
-    sections = _exponents().sections_of(part.numel(), part.dtype)
-    nbytes = _padded(sections.escapes + n_escapes)
-    if nbytes > sections.capacity or nbytes >= part.nbytes:
+    nbytes = _exponents().message_nbytes(part.numel(), part.dtype, n_escapes)
+    if nbytes is None or nbytes >= part.nbytes:
         return _Message(part.view(torch.uint8) if part.numel() else memory, -1)
     return _Message(memory[:nbytes], n_escapes)
 
@@ -267,7 +271,7 @@ def _unpack(message: _Message, part: torch.Tensor) -> None:
         part.view(torch.uint8).copy_(message.data)
         return
     data = message.data
-    if data.data_ptr() % _ALIGNMENT:  # behind a message of plain bytes
+    if data.data_ptr() % _exponents().ALIGNMENT:  # behind a message of plain bytes
         data = data.clone()
     _exponents().decode_exponents(data, message.n_escapes, part)
 
@@ -287,7 +291,3 @@ def _cut(tensor: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
     flat = tensor.view(-1)
     ends = [0, *accumulate(length // tensor.itemsize for length in lengths)]
     return [flat[start:end] for start, end in pairwise(ends)]
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

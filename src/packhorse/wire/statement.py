@@ -13,12 +13,22 @@ from typing import NamedTuple
 
 from packhorse import _core
 from packhorse.errors import CompatibilityError, CorruptionError
+from packhorse.torch_dtypes import short_name
 from packhorse.wire import torch_ways
 from packhorse.wire.backend import torch
 from packhorse.wire.handshake import agree_or_raise
 from packhorse.wire.peers import Peers
 
-__all__ = ["NBYTES", "Statement", "check_sizes", "exchange_statements"]
+__all__ = [
+    "NBYTES",
+    "ROOT_WORDS",
+    "Statement",
+    "check_sizes",
+    "described",
+    "exchange_statements",
+]
+
+ROOT_WORDS = ("the root",)  # what the argument of a broadcast means
 
 NBYTES = 136
 _MAGIC = b"PHWS"
@@ -73,6 +83,11 @@ class Statement(NamedTuple):
         _, number, what, *rest, label = _FIELDS.unpack_from(text)
         words = [field.rstrip(b"\0").decode(errors="replace") for field in (what, label)]
         return cls._make([number, words[0], *rest, words[1]])
+
+
+def described(operation: str, dtype: torch.dtype) -> str:
+    """What a statement says of an operation: its short name and the dtype."""
+    return f"{operation} {short_name(dtype)}"
 
 
 def exchange_statements(

@@ -21,11 +21,11 @@ from packhorse.wire.device_ways import DeviceWays, is_on_device
 from packhorse.wire.dtypes import bytes_of, frame_dtype, tensor_of
 from packhorse.wire.rounds import PIECE_NBYTES, n_pieces_of, piece_of
 from packhorse.wire.selector import Arm
+from packhorse.wire.statement import ROOT_WORDS, described
 from packhorse.wire.sums import OPERATIONS, REDUCTION_WORDS, reduce_into
 
-__all__ = ["ROOT_WORDS", "Ways"]
+__all__ = ["Ways"]
 
-ROOT_WORDS = ("the root",)
 _EMPTY = np.empty(0, np.uint8)
 
 
@@ -90,7 +90,7 @@ class Ways:
         sent[peers.rank] = received[peers.rank] = _EMPTY
         return self._carry(
             Delivery(
-                _what("a2a", input), frame_dtype(input.dtype), sent,
+                described("a2a", input.dtype), frame_dtype(input.dtype), sent,
                 [part.size for part in received], _places(received),
                 row_nbytes=_row_nbytes(input),
                 has_past=not is_in_place,
@@ -118,7 +118,8 @@ class Ways:
         incoming = [0 if i == rank else part.size for i, part in enumerate(parts)]
         total = sum(part.size for part in parts)
         delivery = Delivery(
-            _what(what, like), frame_dtype(like.dtype), outgoing, incoming, _places(parts),
+            described(what, like.dtype), frame_dtype(like.dtype), outgoing, incoming,
+            _places(parts),
             is_shared=True, common=total, row_nbytes=_row_nbytes(like), has_past=True,
         )  # fmt: skip
         return self._carry(delivery, arm)
@@ -134,7 +135,7 @@ class Ways:
         outgoing = [data if is_root and i != rank else _EMPTY for i in range(size)]
         incoming = [data.size if i == root and not is_root else 0 for i in range(size)]
         delivery = Delivery(
-            _what("bc", tensor), frame_dtype(tensor.dtype), outgoing, incoming,
+            described("bc", tensor.dtype), frame_dtype(tensor.dtype), outgoing, incoming,
             _places([data] * size), is_shared=True, argument=root, words=ROOT_WORDS,
             common=data.size, row_nbytes=_row_nbytes(tensor), has_past=True,
         )  # fmt: skip
@@ -202,7 +203,7 @@ class Ways:
         outgoing = [_EMPTY if i == rank else part for i, part in enumerate(parts)]
         incoming = [0 if i == rank else result.size for i in range(size)]
         delivery = Delivery(
-            _what(what, like), frame_dtype(like.dtype), outgoing, incoming, place, reduce,
+            described(what, like.dtype), frame_dtype(like.dtype), outgoing, incoming, place, reduce,
             argument=OPERATIONS.index(name), words=REDUCTION_WORDS,
             common=sum(part.size for part in parts), row_nbytes=_row_nbytes(like),
         )  # fmt: skip
@@ -233,8 +234,3 @@ def _places(parts: Sequence[ByteArray]) -> Callable[[int, int], tuple[ByteArray,
 def _row_nbytes(tensor: torch.Tensor) -> int:
     """How long rows may be that repeat: the last dimension; 0 if there is only one."""
     return tensor.shape[-1] * tensor.itemsize if tensor.dim() > 1 else 0
-
-
-def _what(operation: str, tensor: torch.Tensor) -> str:
-    """What a statement says: the operation and the dtype."""
-    return f"{operation} {str(tensor.dtype).removeprefix('torch.')}"
