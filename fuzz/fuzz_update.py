@@ -18,7 +18,7 @@ import zstandard
 from harness import MAX_NBYTES, PackhorseError
 
 with harness.instrumented():
-    from packhorse.codecs.content import content_hash, crc32c
+    from packhorse.codecs.content import content_sum, crc32c
     from packhorse.frame import Frame
     from packhorse.wire.updates import DeltaReceiver, DeltaSender, Update
     from packhorse.wire.updates.contents import parse_contents, state_hash
@@ -133,7 +133,7 @@ def _seal_hashes(head: bytearray, packed: bytearray, frames: bytes) -> None:
     head[88:104] = contents.digest
     struct.pack_into("<I", head, 108, len(text))
     same = contents.digest == _FIRST.message.contents.digest
-    hashes = [content_hash(b"")] * len(contents.units)
+    hashes = [content_sum(b"")] * len(contents.units)
     if same and not head[5] & 1:
         hashes = [
             _FIRST.message.frames[i].content_hash if i in _FIRST.message.frames else digest

@@ -40,9 +40,12 @@ with instrumented():
     import packhorse.reference  # noqa: F401  these imports instrument what the targets run
     from packhorse import _core, layout
     from packhorse.codecs.base import ISA_VARIABLE, Isa
+    from packhorse.codecs.content import content_sum
     from packhorse.errors import PackhorseError
     from packhorse.frame import Frame, content_hash
     from packhorse.frame.header import frame_header_nbytes, n_planes_of, padded
+    from packhorse.reference.frame import base_check
+    from packhorse.reference.header import read_header
 
 __all__ = [
     "MAX_NBYTES",
@@ -62,6 +65,7 @@ __all__ = [
 MAX_NBYTES = 1 << 20  # no target decodes a larger tensor
 _MEMORY_NBYTES = 1 << 30  # in addition to the memory at the start; more is a finding
 _MAX_CHUNKS = 64
+_MAX_CHECKED_NBYTES = 1 << 16  # of a base whose check is computed by the slow decoder
 
 _N_DIMS, _SPLIT, _FLAGS, _CHUNK_LOG = 6, 7, 8, 11
 _HEADER_NBYTES, _HASH, _N_CHUNKS, _SIDE = 12, 24, 40, 52
@@ -146,8 +150,10 @@ def seal(frame: bytes) -> bytes:
         struct.unpack_from("<I", frame, at)[0] for at in (_HEADER_NBYTES, _N_CHUNKS)
     )
     table = layout.FIXED_HEADER_NBYTES + 8 * n_dims
+    block, base = table, base_of(frame) or b""
     if _has_base(frame) and len(frame) >= table + layout.BASE_BLOCK_NBYTES:
-        frame = frame[:table] + content_hash(base_of(frame) or b"") + frame[table + 16 :]
+        digest = content_sum(base) if frame[_FLAGS] & layout.FLAG_SUM else content_hash(base)
+        frame = frame[:table] + digest + frame[table + 16 :]
         table += layout.BASE_BLOCK_NBYTES
     if not table + 4 * n_chunks * (1 + n_planes) <= header_nbytes <= len(frame):
         return frame
@@ -157,9 +163,14 @@ def seal(frame: bytes) -> bytes:
         struct.pack_into("<I", sealed, place, _crc(bytes(sealed[at : at + nbytes])))
         at += nbytes
     _seal_header(sealed, header_nbytes)
-    digest = _digest(bytes(sealed))
-    if digest is not None:
+    found = _decode(bytes(sealed))
+    if found is not None:
+        read, decoded = found
+        digest = read.digest_of(np.frombuffer(decoded, np.uint8))
         sealed[_HASH : _HASH + len(digest)] = digest
+        if read.has_sum and read.base_hash is not None and len(base) <= _MAX_CHECKED_NBYTES:
+            check = base_check(read_header(bytes(sealed), None), base, bytes(decoded))
+            struct.pack_into("<I", sealed, block + 20, check)
         _seal_header(sealed, header_nbytes)
     return bytes(sealed)
 
@@ -225,11 +236,11 @@ def _seal_header(frame: bytearray, header_nbytes: int) -> None:
     struct.pack_into("<I", frame, layout.HEADER_CRC_OFFSET, crc)
 
 
-def _digest(frame: bytes) -> bytes | None:
+def _decode(frame: bytes) -> tuple[Frame, bytearray] | None:
     try:
         read = Frame.from_buffer(frame, max_nbytes=MAX_NBYTES)
         decoded = bytearray(read.logical_nbytes)
         read.decompress_into(decoded, threads=1, base=base_of(frame))
     except PackhorseError:
         return None
-    return content_hash(decoded, threads=1)
+    return read, decoded

@@ -121,26 +121,28 @@ std::pair<int, std::size_t> patch_base(const EncodedArgument& tensor, WritableBy
     return {static_cast<int>(result.status), result.chunk};
 }
 
-// Checks and decodes a tensor, and hashes it. Returns (status, chunk, patch). The base is not
-// written to before the patch is.
-std::tuple<int, std::size_t, TensorPatch> prepare_base_patch(const EncodedArgument& tensor,
-                                                             WritableBytes leaves,
-                                                             std::size_t threads) {
+// A content sum, and how one changes.
+using SumPair = std::pair<uint64_t, uint64_t>;
+using SumChanges = std::tuple<uint64_t, uint64_t, uint64_t>;
+
+// Checks and decodes a tensor. Returns (status, chunk, patch, how the content sum changes). The
+// base is not written to before the patch is.
+std::tuple<int, std::size_t, TensorPatch, SumChanges> prepare_base_patch(
+    const EncodedArgument& tensor, std::size_t threads) {
     const Isa isa = choose_isa();
     const EncodedTensor view = tensor.view();
     const Geometry& geometry = tensor.geometry();
     require(geometry.n_units == 0 || (view.base.units != nullptr && view.base.cast == Cast::kNone),
             "a base of the tensor's units is needed");
-    require(geometry.chunk_nbytes() % kContentLeafNbytes == 0 || geometry.n_chunks() <= 1,
-            "chunks must hold whole leaves");
-    const ContentLeaves content = checked_leaves(leaves, geometry.nbytes());
-    TensorPatch patch{geometry, {}};
+    TensorPatch patch{geometry, {}, {}};
+    SumChange change;
     DecodeResult result{};
     {
         const ReleasedGil released(geometry.nbytes());
-        result = prepare_patch(view, content, threads, isa, patch.chunks);
+        result = prepare_patch(view, threads, isa, patch, change);
     }
-    return {static_cast<int>(result.status), result.chunk, std::move(patch)};
+    return {static_cast<int>(result.status), result.chunk, std::move(patch),
+            SumChanges(change.sum.low, change.sum.high, change.before)};
 }
 
 // Writes a patch to what was its base.
@@ -338,6 +340,15 @@ void copy_with_leaves(Bytes src, WritableBytes dst, WritableBytes leaves) {
     take_in(src.data(), src.size(), dst.data(), content, isa);
 }
 
+// What some bytes add to the content sum of the tensor in which they begin at `first_byte`.
+SumPair content_sum_of(Bytes src, uint64_t first_byte, std::size_t threads) {
+    const Isa isa = choose_isa();
+    require(first_byte % sizeof(uint32_t) == 0, "first_byte must be a multiple of 4");
+    const ReleasedGil released(src.size());
+    const ContentSum sum = content_sum_threaded(src.data(), src.size(), first_byte, threads, isa);
+    return {sum.low, sum.high};
+}
+
 // Copies rows of one length. The caller keeps what lies at the addresses alive.
 void gather_rows_at(Addresses sources, WritableBytes dst) {
     const std::size_t n = sources.size();
@@ -432,7 +443,7 @@ NB_MODULE(_core, m) {
     nb::class_<TensorPatch>(m, "TensorPatch")
         .def_prop_ro("nbytes", &TensorPatch::nbytes)
         .def("write", &write_patch, "target"_a.noconvert(), "threads"_a);
-    m.def("prepare_patch", &prepare_base_patch, "tensor"_a, "leaves"_a.noconvert(), "threads"_a);
+    m.def("prepare_patch", &prepare_base_patch, "tensor"_a, "threads"_a);
     m.def("check_table", &check_table, "table"_a, "geometry"_a, "has_base"_a, "last_mode"_a);
     m.def("estimate_delta", &estimate_delta_nbytes, "src"_a, "geometry"_a, "base"_a,
           "plain_nbytes"_a, "level"_a);
@@ -449,6 +460,7 @@ NB_MODULE(_core, m) {
     m.def("leaf_digests", &leaf_digests, "src"_a, "digests"_a.noconvert(), "threads"_a);
     m.def("copy_with_leaves", &copy_with_leaves, "src"_a, "dst"_a.noconvert(),
           "leaves"_a.noconvert());
+    m.def("content_sum", &content_sum_of, "src"_a, "first_byte"_a, "threads"_a);
     m.def("gather_rows", &gather_rows_at, "sources"_a, "dst"_a.noconvert());
     m.def("add_to_moments", &add_rows_to_moments, "mean"_a.noconvert(), "squares"_a.noconvert(),
           "rows"_a, "count"_a);

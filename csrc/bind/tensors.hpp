@@ -98,27 +98,34 @@ struct ContextArgument {
     std::optional<BaseArgument> base;
     std::size_t plain_nbytes;
     Mode last_mode;
+    uint32_t max_classes;
 
     EncodeContext view(const Geometry& geometry) const {
         require(!base || item_nbytes(geometry.spec) == 1,
                 "a tensor with a base is split into bytes");
-        return {level, view_of(side, geometry), view_of(base, geometry), plain_nbytes, last_mode};
+        require(max_classes <= kMaxSparseClasses, "max_classes is out of range");
+        return {
+            level,      view_of(side, geometry), view_of(base, geometry), plain_nbytes, last_mode,
+            max_classes};
     }
 };
 
 struct OutputArgument {
     WritableBytes payload;
     WritableTable table;
-    WritableBytes leaves;
+    std::optional<WritableBytes> leaves;
     std::optional<WritableBytes> base_leaves;
     std::optional<WritableBytes> kept;
+    std::optional<WritableBytes> changes;
 
     EncodeOutput view(const Geometry& geometry, const ContextArgument& context) const {
         require_table(table, geometry);
         require(payload.size() >= round_up(geometry.nbytes(), kFrameAlignment),
                 "payload is too small");
-        EncodeOutput output{payload.data(), table.data(),
-                            checked_leaves(leaves, geometry.nbytes())};
+        require(leaves.has_value() != kept.has_value() && kept.has_value() == changes.has_value(),
+                "either leaves are needed, or kept and changes");
+        EncodeOutput output{payload.data(), table.data(), {}};
+        if (leaves) output.leaves = checked_leaves(*leaves, geometry.nbytes());
         if (context.base && base_leaves)
             output.base_leaves = checked_leaves(*base_leaves, context.base->data.size());
         if (kept) {
@@ -126,7 +133,11 @@ struct OutputArgument {
                         kept->data() == context.base->data.data() &&
                         kept->size() == geometry.nbytes(),
                     "kept must be the base, which nobody else changes and which is not cast");
+            require(changes->size() == geometry.n_chunks() * sizeof(SumChange) &&
+                        reinterpret_cast<uintptr_t>(changes->data()) % alignof(SumChange) == 0,
+                    "changes must have 24 bytes for each chunk, and be aligned");
             output.kept = kept->data();
+            output.changes = reinterpret_cast<SumChange*>(changes->data());
         }
         return output;
     }
@@ -224,17 +235,21 @@ inline void bind_tensors(nb::module_& m) {
         .def(
             "__init__",
             [](ContextArgument* self, int level, std::optional<SideArgument> side,
-               std::optional<BaseArgument> base, std::size_t plain_nbytes, int last_mode) {
-                new (self) ContextArgument{checked_level(level), std::move(side), std::move(base),
-                                           plain_nbytes, static_cast<Mode>(last_mode)};
+               std::optional<BaseArgument> base, std::size_t plain_nbytes, int last_mode,
+               uint32_t max_classes) {
+                new (self) ContextArgument{
+                    checked_level(level),         std::move(side), std::move(base), plain_nbytes,
+                    static_cast<Mode>(last_mode), max_classes};
             },
             "level"_a, "side"_a, "base"_a, "plain_nbytes"_a,
-            "last_mode"_a = static_cast<int>(Mode::kSparseDelta));
+            "last_mode"_a = static_cast<int>(Mode::kSparseDelta), "max_classes"_a = 0);
     nb::class_<OutputArgument>(m, "EncodeOutput")
-        .def(nb::init<WritableBytes, WritableTable, WritableBytes, std::optional<WritableBytes>,
+        .def(nb::init<WritableBytes, WritableTable, std::optional<WritableBytes>,
+                      std::optional<WritableBytes>, std::optional<WritableBytes>,
                       std::optional<WritableBytes>>(),
              "payload"_a.noconvert(), "table"_a.noconvert(), "leaves"_a.noconvert(),
-             "base_leaves"_a.noconvert(), "kept"_a.noconvert() = nb::none());
+             "base_leaves"_a.noconvert() = nb::none(), "kept"_a.noconvert() = nb::none(),
+             "changes"_a.noconvert() = nb::none());
     nb::class_<EncodedArgument>(m, "EncodedTensor")
         .def(nb::init<Bytes, Table, const Geometry&, const std::optional<SideArgument>&,
                       const std::optional<BaseArgument>&>(),

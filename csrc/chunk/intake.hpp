@@ -15,14 +15,16 @@ namespace packhorse {
 // The number of bytes that are hashed, split or cast at a time, so that they stay in L1.
 constexpr std::size_t kIntakeNbytes = 4 * kXxh3BlockNbytes;
 
-// Where the hashes of a tensor's leaves go, 16 bytes each. A last leaf that is too short for the
-// long form of XXH3 is copied to `tail`, which has room for it, and the caller hashes it.
+// Where the hashes of a tensor's leaves go, 16 bytes each; null if nothing is to be hashed. A last
+// leaf that is too short for the long form of XXH3 is copied to `tail`, which has room for it, and
+// the caller hashes it.
 struct ContentLeaves {
-    uint8_t* digests;
-    uint8_t* tail;
+    uint8_t* digests = nullptr;
+    uint8_t* tail = nullptr;
 
     // The rest of the leaves, from byte `at` on, where a leaf begins.
     ContentLeaves from(std::size_t at) const {
+        if (digests == nullptr) return {};
         return {digests + at / kContentLeafNbytes * 16, tail};
     }
 };
@@ -118,6 +120,15 @@ inline void visit_source(const uint8_t* src, std::size_t nbytes, const ContentLe
                          Isa isa, const Visit& visit) {
     alignas(64) uint8_t memory[kXxh3StripeNbytes + kIntakeNbytes];
     uint8_t* const piece = memory + kXxh3StripeNbytes;
+    if (leaves.digests == nullptr) {
+        for (std::size_t at = 0; at < nbytes; at += kIntakeNbytes) {
+            const std::size_t n = std::min(kIntakeNbytes, nbytes - at);
+            std::memcpy(piece, src + at, n);
+            seal(piece);
+            visit(static_cast<const uint8_t*>(piece), at, n);
+        }
+        return;
+    }
     std::memset(memory + kIntakeNbytes, 0, kXxh3StripeNbytes);
     LeafHasher hasher(leaves, nbytes, isa);
     for (std::size_t at = 0; at < nbytes; at += kIntakeNbytes) {
@@ -162,6 +173,11 @@ inline void split_leaf_avx512(const uint8_t* src, std::size_t nbytes, const Plan
 // Copies a source that begins with a leaf.
 inline void take_in(const uint8_t* src, std::size_t nbytes, uint8_t* dst,
                     const ContentLeaves& leaves, Isa isa) {
+    if (leaves.digests == nullptr) {
+        std::memcpy(dst, src, nbytes);
+        seal(dst);
+        return;
+    }
     LeafHasher hasher(leaves, nbytes, isa);
     for (std::size_t at = 0; at < nbytes; at += kContentLeafNbytes)
         hasher.take(src + at, std::min(kContentLeafNbytes, nbytes - at), dst + at);

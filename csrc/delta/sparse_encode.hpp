@@ -35,6 +35,7 @@ class ChangeList {
           capacity_(capacity) {}
 
     const SparseChanges<Unit>& changes() const { return changes_; }
+    const Unit* bases() const { return bases_; }  // the units of the base at these places
 
     // Returns false, and stops, if there are more changes than there is room for.
     bool add(const uint8_t* piece, const uint8_t* base, std::size_t first, std::size_t n, Isa isa) {
@@ -177,7 +178,7 @@ template <class Unit, bool kFloat>
 class SparseChunkEncoder {
   public:
     SparseChunkEncoder(const SparseChanges<Unit>& changes, const uint8_t* base, std::size_t n,
-                       const SparseScratch& scratch, Level level, Isa isa)
+                       const SparseScratch& scratch, uint32_t max_classes, Isa isa)
         : changes_(changes),
           bases_(reinterpret_cast<const Unit*>(scratch.bases)),
           base_(base),
@@ -185,7 +186,7 @@ class SparseChunkEncoder {
           gaps_(scratch.gaps),
           steps_(reinterpret_cast<Unit*>(scratch.steps)),
           sizes_(reinterpret_cast<Unit*>(scratch.sizes)),
-          level_(level),
+          max_classes_(max_classes),
           isa_(isa) {}
 
     // Writes the stream, of at most `capacity` bytes. Returns 0 if it would be longer.
@@ -229,6 +230,7 @@ class SparseChunkEncoder {
     }
 
     void choose_cuts() {
+        if (max_classes_ == 1) return;
         SparseCounts counts[kSparseKeys];
         const std::size_t run = std::min(n_, kSparseSampleRun);
         const std::size_t n_runs =
@@ -245,7 +247,7 @@ class SparseChunkEncoder {
             of_key.changes += step;
             of_key.ones += steps_[i] >> 1 == 0 ? step : 0;
         }
-        choose_sparse_cuts<Unit, kFloat>(counts, n_, sparse_classes(level_), header_);
+        choose_sparse_cuts<Unit, kFloat>(counts, n_, max_classes_, header_);
     }
 
     static uint32_t key_of_base(Unit unit) { return Keys::key(size_of_base<Unit, kFloat>(unit)); }
@@ -365,7 +367,7 @@ class SparseChunkEncoder {
     uint32_t* gaps_;
     Unit* steps_;
     Unit* sizes_;
-    Level level_;
+    uint32_t max_classes_;
     Isa isa_;
     SparseHeader<Unit> header_;
     std::size_t starts_[kMaxSparseClasses];

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "common/content_sum.hpp"
 #include "delta/encode.hpp"
 #include "delta/sparse_encode.hpp"
 
@@ -14,6 +15,14 @@ enum class SparseOutcome {
     kEqual,   // all units equal those of the base
     kCoded,   // the stream was written
     kCopied,  // there is no stream, and the units are in `source`
+};
+
+// The memory of a chunk's base that is to become the chunk; otherwise null. The chunk begins at
+// `first_byte` of the tensor, whose content sum changes as `change` says.
+struct KeptBase {
+    uint8_t* memory = nullptr;
+    uint64_t first_byte = 0;
+    SumChange* change = nullptr;
 };
 
 // Lists of changes use the memory of differences.
@@ -77,13 +86,14 @@ inline bool list_source(const uint8_t* src, const uint8_t* base, std::size_t n,
 }
 
 // Encodes a chunk of `n` >= 1 units, if it takes less than about `plain_nbytes`. The base does not
-// change before all of it is encoded. `kept` is the base's memory if it is to become the chunk, and
-// otherwise null; this is done here only if the outcome is kCoded. `dst` has room for the chunk.
+// change before all of it is encoded. It becomes the chunk here, if it is kept, only if the outcome
+// is kCoded. `dst` has room for the chunk.
 template <class Unit, bool kFloat>
 inline SparseOutcome encode_sparse_units(const uint8_t* src, const uint8_t* base, std::size_t n,
                                          const ContentLeaves& leaves, std::size_t plain_nbytes,
-                                         Level level, DeltaScratch& scratch, uint8_t* kept,
-                                         uint8_t* dst, std::size_t& nbytes, Isa isa) {
+                                         uint32_t max_classes, DeltaScratch& scratch,
+                                         const KeptBase& kept, uint8_t* dst, std::size_t& nbytes,
+                                         Isa isa) {
     const SparseScratch memory = place_sparse_scratch(scratch, n, sizeof(Unit));
     ChangeList<Unit> list(memory, max_sparse_changes(n));
     if (!seems_sparse<Unit>(src, base, n)) {
@@ -94,10 +104,14 @@ inline SparseOutcome encode_sparse_units(const uint8_t* src, const uint8_t* base
         return SparseOutcome::kCopied;
     const SparseChanges<Unit>& changes = list.changes();
     if (changes.n == 0) return SparseOutcome::kEqual;
-    nbytes = SparseChunkEncoder<Unit, kFloat>(changes, base, n, memory, level, isa)
+    nbytes = SparseChunkEncoder<Unit, kFloat>(changes, base, n, memory, max_classes, isa)
                  .encode(dst, n * sizeof(Unit));
     if (nbytes > 0 && nbytes + nbytes / 64 < plain_nbytes) {
-        if (kept != nullptr) apply_changes(changes, 0, 0, n, kept);
+        if (kept.memory != nullptr) {
+            *kept.change = content_sum_change(changes.places, changes.units, list.bases(),
+                                              changes.n, kept.first_byte, isa);
+            apply_changes(changes, 0, 0, n, kept.memory);
+        }
         return SparseOutcome::kCoded;
     }
     std::memcpy(scratch.source, base, n * sizeof(Unit));
@@ -107,11 +121,12 @@ inline SparseOutcome encode_sparse_units(const uint8_t* src, const uint8_t* base
 
 inline SparseOutcome encode_sparse(const uint8_t* src, const uint8_t* base, std::size_t n,
                                    uint32_t unit_nbytes, bool is_float, const ContentLeaves& leaves,
-                                   std::size_t plain_nbytes, Level level, DeltaScratch& scratch,
-                                   uint8_t* kept, uint8_t* dst, std::size_t& nbytes, Isa isa) {
+                                   std::size_t plain_nbytes, uint32_t max_classes,
+                                   DeltaScratch& scratch, const KeptBase& kept, uint8_t* dst,
+                                   std::size_t& nbytes, Isa isa) {
     return with_units(unit_nbytes, is_float, [&]<class Unit, bool kFloat>() {
-        return encode_sparse_units<Unit, kFloat>(src, base, n, leaves, plain_nbytes, level, scratch,
-                                                 kept, dst, nbytes, isa);
+        return encode_sparse_units<Unit, kFloat>(src, base, n, leaves, plain_nbytes, max_classes,
+                                                 scratch, kept, dst, nbytes, isa);
     });
 }
 

@@ -4,14 +4,14 @@
 // All chunks are checked and decoded before the first one is written, so a frame that breaks a rule
 // changes nothing. The changes of chunks of mode sparse delta are kept meanwhile; they take at most
 // 12 bytes for each unit that changes. To patch in place, other chunks are decoded twice, because
-// their units may take as much memory as the whole tensor. A patch keeps what it will write: few
-// changes of a chunk as a list, and a chunk with more of them as it will be.
+// their units may take as much memory as the whole tensor. A patch keeps them as they will be.
 #pragma once
 
 #include <algorithm>
 #include <optional>
 #include <vector>
 
+#include "common/huge_pages.hpp"
 #include "tensor/tensor.hpp"
 
 namespace packhorse {
@@ -20,7 +20,6 @@ namespace packhorse {
 struct ChunkChanges {
     std::vector<uint32_t> places;
     std::vector<uint8_t> units;
-    bool is_whole = false;  // whether `units` has all units of the chunk, and there are no places
 
     template <class Unit>
     void take(const SparseChanges<Unit>& changes) {
@@ -45,6 +44,14 @@ inline void write_changes(const ChunkChanges& changes, uint32_t unit_nbytes, uin
     });
 }
 
+// How a chunk is patched.
+enum class PatchKind { kNothing, kChanges, kUnits };
+
+inline PatchKind patch_kind(const uint32_t* row) {
+    if (descriptor_mode(row[1]) == Mode::kSparseDelta) return PatchKind::kChanges;
+    return row[1] == make_descriptor(Mode::kDelta, 0) ? PatchKind::kNothing : PatchKind::kUnits;
+}
+
 // Decodes whole chunks, one worker at a time.
 class ChunkReader {
   public:
@@ -55,9 +62,13 @@ class ChunkReader {
         DecodeWorker& memory = worker();
         memory.partial.resize(tensor_.geometry.largest_units() * unit_nbytes());
         units = memory.partial.data();
+        return decode_to(chunk, check_crc, memory.partial.data());
+    }
+
+    Status decode_to(std::size_t chunk, bool check_crc, uint8_t* units) {
+        DecodeWorker& memory = worker();
         DecodeScratch scratch{memory.planes.get(), memory.whole.get(), nullptr};
-        return decode_checked(tensor_, chunk, check_crc, false, scratch, memory,
-                              memory.partial.data(), isa_);
+        return decode_checked(tensor_, chunk, check_crc, false, scratch, memory, units, isa_);
     }
 
     // Lists the changes of a chunk of mode sparse delta, in ascending order if they are to be
@@ -85,36 +96,28 @@ class ChunkReader {
         return status;
     }
 
-    // Finds what a patch writes to a chunk of the base, which is not cast, and hashes the chunk as
-    // it will be.
-    Status prepare(std::size_t chunk, const ContentLeaves& leaves, ChunkChanges& out) {
-        const std::size_t n = chunk_units(chunk), nbytes = n * unit_nbytes();
-        const uint8_t* units;
+    // Finds what a patch writes to a chunk of the base, which is not cast, and how it changes the
+    // content sum of the base. A chunk of which many units change is decoded to `whole`.
+    Status prepare(std::size_t chunk, uint8_t* whole, ChunkChanges& out, SumChange& change) {
         Status status = Status::kOk;
-        if (descriptor_mode(tensor_.row(chunk)[1]) == Mode::kSparseDelta) {
-            status = list(chunk, false, out);
-            if (status == Status::kOk) hash_changed(chunk, out, leaves);
-            return status;
+        switch (patch_kind(tensor_.row(chunk))) {
+            case PatchKind::kNothing:
+                return check_around(tensor_, chunk, true, isa_);
+            case PatchKind::kChanges:
+                status = list(chunk, false, out);
+                if (status == Status::kOk) change = change_by(chunk, out);
+                return status;
+            default:
+                status = decode_to(chunk, true, whole);
+                if (status == Status::kOk)
+                    change = content_sum_change(whole, base_of(chunk),
+                                                chunk_units(chunk) * unit_nbytes(),
+                                                first_byte(chunk), isa_);
+                return status;
         }
-        if (tensor_.row(chunk)[1] == make_descriptor(Mode::kDelta, 0)) {
-            status = check_around(tensor_, chunk, true, isa_);
-            if (status == Status::kOk) hash_whole(base_of(chunk), nbytes, leaves);
-            return status;
-        }
-        status = decode(chunk, true, units);
-        if (status != Status::kOk) return status;
-        hash_whole(units, nbytes, leaves);
-        if (compare_units(chunk, units, n / kUnitsOfListedChange, out)) return status;
-        out.units.assign(units, units + nbytes);
-        out.is_whole = true;
-        return status;
     }
 
   private:
-    // A patch keeps a chunk with more changes than one in this number as a whole: a list of them
-    // would take more than half as many bytes, and as long to write.
-    static constexpr std::size_t kUnitsOfListedChange = 6;
-
     uint32_t unit_nbytes() const { return tensor_.geometry.spec.unit_nbytes; }
     std::size_t chunk_units(std::size_t chunk) const { return tensor_.geometry.units_of(chunk); }
 
@@ -137,49 +140,28 @@ class ChunkReader {
         });
     }
 
-    // Hashes a chunk as it is.
-    void hash_whole(const uint8_t* units, std::size_t nbytes, const ContentLeaves& leaves) const {
-        hash_leaves(units, nbytes, leaves.digests, isa_);
-        const std::size_t last = nbytes % kContentLeafNbytes;
-        if (0 < last && last < kXxh3LongMinNbytes)
-            std::memcpy(leaves.tail, units + nbytes - last, last);
+    // How listed changes change the content sum of the base. What they replace is gathered piece by
+    // piece.
+    SumChange change_by(std::size_t chunk, const ChunkChanges& changes) {
+        const uint8_t* const base = base_of(chunk);
+        return with_units(unit_nbytes(), false, [&]<class Unit, bool kFloat>() {
+            constexpr std::size_t kPiece = 1024;
+            SumChange change;
+            Unit units[kPiece], before[kPiece];
+            for (std::size_t at = 0; at < changes.places.size(); at += kPiece) {
+                const std::size_t n = std::min(kPiece, changes.places.size() - at);
+                const uint32_t* const places = changes.places.data() + at;
+                std::memcpy(units, changes.units.data() + at * sizeof(Unit), n * sizeof(Unit));
+                for (std::size_t i = 0; i < n; ++i)
+                    before[i] = load<Unit>(base + places[i] * sizeof(Unit));
+                change.add(content_sum_change(places, units, before, n, first_byte(chunk), isa_));
+            }
+            return change;
+        });
     }
 
-    // Hashes a chunk of the base with some changes. They are made in a copy of one piece at a time.
-    void hash_changed(std::size_t chunk, const ChunkChanges& changes, ContentLeaves leaves) {
-        const uint8_t* const base = base_of(chunk);
-        const std::size_t nbytes = chunk_units(chunk) * unit_nbytes();
-        with_units(unit_nbytes(), false, [&]<class Unit, bool kFloat>() {
-            // Up to 64 bytes of the piece before are in front of a piece.
-            alignas(64) uint8_t memory[kXxh3StripeNbytes + kIntakeNbytes] = {};
-            uint8_t* const piece = memory + kXxh3StripeNbytes;
-            const uint32_t* place = changes.places.data();
-            const uint32_t* const end = place + changes.places.size();
-            const uint8_t* unit = changes.units.data();
-            for (std::size_t leaf = 0; leaf < nbytes; leaf += kContentLeafNbytes) {
-                const std::size_t leaf_nbytes = std::min(kContentLeafNbytes, nbytes - leaf);
-                Xxh3Accumulator acc;
-                for (std::size_t at = 0; at < leaf_nbytes; at += kIntakeNbytes) {
-                    const std::size_t n = std::min(kIntakeNbytes, leaf_nbytes - at);
-                    const std::size_t first = (leaf + at) / sizeof(Unit);
-                    std::memcpy(memory, memory + kIntakeNbytes, kXxh3StripeNbytes);
-                    std::memcpy(piece, base + leaf + at, n);
-                    for (; place < end && *place < first + n / sizeof(Unit); ++place) {
-                        store(piece + (*place - first) * sizeof(Unit), load<Unit>(unit));
-                        unit += sizeof(Unit);
-                    }
-                    const bool is_last = at + n == leaf_nbytes;
-                    xxh3_blocks(acc, piece, is_last ? xxh3_n_blocks(n) : n / kXxh3BlockNbytes,
-                                isa_);
-                    if (!is_last) continue;
-                    if (leaf_nbytes >= kXxh3LongMinNbytes)
-                        xxh3_finish(acc, piece + n, leaf_nbytes, leaves.digests, isa_);
-                    else
-                        std::memcpy(leaves.tail, piece, n);
-                }
-                leaves.digests += 16;
-            }
-        });
+    uint64_t first_byte(std::size_t chunk) const {
+        return uint64_t{chunk} * tensor_.geometry.chunk_nbytes();
     }
 
     const uint8_t* base_of(std::size_t chunk) {
@@ -205,12 +187,16 @@ class ChunkReader {
 struct TensorPatch {
     Geometry geometry;
     std::vector<ChunkChanges> chunks;
+    std::vector<PatchKind> kinds;
+    HugePages whole = {};  // the tensor, with those chunks that are written as a whole
 
     // Bytes of memory that the changes take.
     std::size_t nbytes() const {
         std::size_t sum = 0;
-        for (const ChunkChanges& chunk : chunks)
-            sum += chunk.units.size() + chunk.places.size() * sizeof(uint32_t);
+        for (std::size_t chunk = 0; chunk < chunks.size(); ++chunk)
+            sum += kinds[chunk] == PatchKind::kUnits
+                       ? chunk_nbytes(chunk)
+                       : chunks[chunk].units.size() + chunks[chunk].places.size() * 4;
         return sum;
     }
 
@@ -218,27 +204,19 @@ struct TensorPatch {
     void write(uint8_t* target, std::size_t threads) const {
         const std::size_t n_workers = std::max<std::size_t>(1, std::min(threads, chunks.size()));
         parallel_for(chunks.size(), n_workers, [&](std::size_t, std::size_t chunk) {
-            write_chunk(chunks[chunk], target + chunk * geometry.chunk_nbytes());
+            const std::size_t at = chunk * geometry.chunk_nbytes();
+            if (kinds[chunk] == PatchKind::kUnits)
+                std::memcpy(target + at, whole.get() + at, chunk_nbytes(chunk));
+            else
+                write_changes(chunks[chunk], geometry.spec.unit_nbytes, target + at);
         });
     }
 
   private:
-    void write_chunk(const ChunkChanges& changes, uint8_t* to) const {
-        if (changes.is_whole) {
-            std::memcpy(to, changes.units.data(), changes.units.size());
-            return;
-        }
-        write_changes(changes, geometry.spec.unit_nbytes, to);
+    std::size_t chunk_nbytes(std::size_t chunk) const {
+        return geometry.units_of(chunk) * geometry.spec.unit_nbytes;
     }
 };
-
-// How a chunk is patched.
-enum class PatchKind { kNothing, kChanges, kUnits };
-
-inline PatchKind patch_kind(const uint32_t* row) {
-    if (descriptor_mode(row[1]) == Mode::kSparseDelta) return PatchKind::kChanges;
-    return row[1] == make_descriptor(Mode::kDelta, 0) ? PatchKind::kNothing : PatchKind::kUnits;
-}
 
 // Calls work(reader, chunk) -> Status for all chunks. Returns the first fault.
 template <class Work>
@@ -306,14 +284,25 @@ inline DecodeResult patch_tensor(const EncodedTensor& tensor, uint8_t* target, s
 }
 
 // Checks and decodes a tensor that has a base, even if no chunk needs it, and no chunk of mode
-// zstd. The base is not cast and is only read. `leaves` get the hashes of the tensor.
-inline DecodeResult prepare_patch(const EncodedTensor& tensor, const ContentLeaves& leaves,
-                                  std::size_t threads, Isa isa, std::vector<ChunkChanges>& chunks) {
-    chunks.resize(tensor.geometry.n_chunks());
-    return read_chunks(tensor, threads, isa, [&](ChunkReader& reader, std::size_t chunk) {
-        return reader.prepare(chunk, leaves.from(chunk * tensor.geometry.chunk_nbytes()),
-                              chunks[chunk]);
-    });
+// zstd. The base is not cast and is only read. `change` says how the content
+// sum changes.
+inline DecodeResult prepare_patch(const EncodedTensor& tensor, std::size_t threads, Isa isa,
+                                  TensorPatch& patch, SumChange& change) {
+    const std::size_t n_chunks = tensor.geometry.n_chunks();
+    patch.chunks.resize(n_chunks);
+    for (std::size_t chunk = 0; chunk < n_chunks; ++chunk)
+        patch.kinds.push_back(patch_kind(tensor.row(chunk)));
+    if (std::find(patch.kinds.begin(), patch.kinds.end(), PatchKind::kUnits) != patch.kinds.end())
+        patch.whole = HugePages(tensor.geometry.nbytes());
+    std::vector<SumChange> changes(n_chunks);
+    const DecodeResult result =
+        read_chunks(tensor, threads, isa, [&](ChunkReader& reader, std::size_t chunk) {
+            const std::size_t at = chunk * tensor.geometry.chunk_nbytes();
+            return reader.prepare(chunk, patch.whole.get() + at, patch.chunks[chunk],
+                                  changes[chunk]);
+        });
+    for (const SumChange& part : changes) change.add(part);
+    return result;
 }
 
 }  // namespace packhorse

@@ -137,6 +137,7 @@ struct EncodeContext {
     Base base = {};
     std::size_t plain_nbytes = 0;         // bytes of the whole tensor without the base
     Mode last_mode = Mode::kSparseDelta;  // chunks have no later mode
+    uint32_t max_classes = 0;             // of few differences; 0: as the level says
 };
 
 // Where the encoder of a tensor writes.
@@ -146,8 +147,10 @@ struct EncodeOutput {
     ContentLeaves leaves;
     ContentLeaves base_leaves = {};  // of all bytes of the base; null if nobody changes the base
     // The memory of the base, if it is to become the tensor, chunk after chunk; otherwise null.
-    // Then nobody else changes the base, and it is not cast.
+    // Then nobody else changes the base, it is not cast, and nothing is hashed: `changes`
+    // get, for each chunk, how the content sum changes.
     uint8_t* kept = nullptr;
+    SumChange* changes = nullptr;
 };
 
 // A chunk of a tensor, before it is encoded.
@@ -157,7 +160,7 @@ struct EncodeJob {
     std::size_t first;  // the tensor's unit at which it begins
     ContentLeaves leaves;
     ContentLeaves base_leaves;  // of the tensor's whole base
-    uint8_t* kept;              // the chunk of the base, if it is to become this one
+    KeptBase kept;
 };
 
 // Hashes a chunk and compares it with the same chunk of the base. Returns whether they are equal.
@@ -172,6 +175,17 @@ inline bool take_in_same(const EncodeJob& job, const uint8_t* base, std::size_t 
     return same;
 }
 
+// Makes a chunk of the base what was encoded. Both are read once, piece by piece.
+inline void replace_base(const uint8_t* units, std::size_t nbytes, const KeptBase& kept, Isa isa) {
+    SumChange change;
+    for (std::size_t at = 0; at < nbytes; at += kIntakeNbytes) {
+        const std::size_t n = std::min(kIntakeNbytes, nbytes - at);
+        change.add(content_sum_change(units + at, kept.memory + at, n, kept.first_byte + at, isa));
+        std::memcpy(kept.memory + at, units + at, n);
+    }
+    *kept.change = change;
+}
+
 // Tries to encode a chunk as differences from the base. Returns its descriptor if that saved bytes.
 // If it did not, returns that of a stored chunk, and the chunk's units are in the worker's memory.
 // Either way, the leaves of the base are hashed, unless the base does not change. If the base is to
@@ -181,6 +195,7 @@ inline uint32_t encode_from_base(const EncodeJob& job, const Geometry& geometry,
                                  Isa isa) {
     const Base& base = context.base;
     const uint32_t unit = geometry.spec.unit_nbytes;
+    if (job.kept.change != nullptr) *job.kept.change = {};
     const std::size_t base_unit = base.cast == Cast::kNone ? unit : 4;
     const bool is_fixed = job.base_leaves.digests == nullptr;
     const ContentLeaves leaves =
@@ -199,8 +214,10 @@ inline uint32_t encode_from_base(const EncodeJob& job, const Geometry& geometry,
     std::size_t nbytes = 0;
     SparseOutcome outcome = SparseOutcome::kCopied;
     if (context.last_mode >= Mode::kSparseDelta)
-        outcome = encode_sparse(job.src, units, job.n, unit, base.is_float, job.leaves, plain,
-                                context.level, worker.delta, job.kept, to, nbytes, isa);
+        outcome = encode_sparse(
+            job.src, units, job.n, unit, base.is_float, job.leaves, plain,
+            context.max_classes != 0 ? context.max_classes : sparse_classes(context.level),
+            worker.delta, job.kept, to, nbytes, isa);
     else
         take_in(job.src, job.n * unit, worker.delta.source, job.leaves, isa);
     if (outcome == SparseOutcome::kEqual) return make_descriptor(Mode::kDelta, 0);
@@ -208,7 +225,7 @@ inline uint32_t encode_from_base(const EncodeJob& job, const Geometry& geometry,
     const bool pays = encode_delta(worker.delta.source, units, job.n, unit, base.is_float, plain,
                                    context.level, worker.delta, worker.scratch.words,
                                    worker.scratch.escapes, *worker.scratch.tables, to, nbytes, isa);
-    if (job.kept != nullptr) std::memcpy(job.kept, worker.delta.source, job.n * unit);
+    if (job.kept.memory != nullptr) replace_base(worker.delta.source, job.n * unit, job.kept, isa);
     return pays ? make_descriptor(Mode::kDelta, nbytes) : make_descriptor(Mode::kStored, 0);
 }
 
@@ -233,9 +250,9 @@ inline std::size_t encode_any_chunk(const EncodeJob& job, const Geometry& geomet
     return padded;
 }
 
-// Encodes a tensor, which may change meanwhile: the leaves get the hashes of the bytes that are
-// encoded. Chunks hold whole leaves unless there is only one chunk. With a base, planes have one
-// byte. Returns the length of the payload. The bytes do not depend on `threads`.
+// Encodes a tensor, which may change meanwhile: the leaves, or the sums, are those of the bytes
+// that are encoded. Chunks hold whole leaves unless there is only one chunk. With a base, planes
+// have one byte. Returns the length of the payload. The bytes do not depend on `threads`.
 inline std::size_t encode_tensor(const uint8_t* src, const Geometry& geometry,
                                  const EncodeContext& context, const EncodeOutput& output,
                                  std::size_t threads, Isa isa) {
@@ -256,7 +273,9 @@ inline std::size_t encode_tensor(const uint8_t* src, const Geometry& geometry,
                             chunk * geometry.chunk_units,
                             output.leaves.from(at),
                             output.base_leaves,
-                            output.kept == nullptr ? nullptr : output.kept + at};
+                            output.kept == nullptr
+                                ? KeptBase{}
+                                : KeptBase{output.kept + at, at, output.changes + chunk}};
         uint32_t* row = output.table + chunk * geometry.row_length();
         // A single worker knows where the chunk goes. Several workers must wait until they know the
         // sizes of the chunks before it.

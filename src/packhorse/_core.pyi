@@ -81,7 +81,7 @@ class Base:
 
 class EncodeContext:
     """What the encoder of a tensor is told beside the tensor. Chunks of differences have no mode
-    after `last_mode`."""
+    after `last_mode`, and chunks of few differences at most `max_classes`, if it is not 0."""
 
     def __init__(
         self,
@@ -90,19 +90,22 @@ class EncodeContext:
         base: Base | None,
         plain_nbytes: int,
         last_mode: int = 7,
+        max_classes: int = 0,
     ) -> None: ...
 
 class EncodeOutput:
     """Where the encoder of a tensor writes. Without `base_leaves`, nothing may change the base
-    meanwhile. `kept` is the base, if it is to become the tensor."""
+    meanwhile. `kept` is the base, if it is to become the tensor. There are no leaves then, and
+    `changes` get, for each chunk, how the content sum changes: three u64."""
 
     def __init__(
         self,
         payload: _Bytes,
         table: _Table,
-        leaves: _Bytes,
-        base_leaves: _Bytes | None,
+        leaves: _Bytes | None,
+        base_leaves: _Bytes | None = None,
         kept: _Bytes | None = None,
+        changes: _Bytes | None = None,
     ) -> None: ...
 
 class EncodedTensor:
@@ -132,10 +135,11 @@ class TensorPatch:
     def nbytes(self) -> int: ...  # of memory
     def write(self, target: _Bytes, threads: int) -> None: ...
 
-# The status, the chunk, and the patch; `leaves` get the hashes of the tensor.
+# The status, the chunk, the patch, and how it changes the content sum: by how much its two numbers
+# change, and what the first one had before of what is replaced.
 def prepare_patch(
-    tensor: EncodedTensor, leaves: _Bytes, threads: int
-) -> tuple[int, int, TensorPatch]: ...
+    tensor: EncodedTensor, threads: int
+) -> tuple[int, int, TensorPatch, tuple[int, int, int]]: ...
 def find_changes(tensor: EncodedTensor, threads: int) -> tuple[int, int, _Bytes, _Bytes]: ...
 def check_table(
     table: _Table, geometry: Geometry, has_base: bool, last_mode: int
@@ -157,6 +161,7 @@ def merge(planes: _Bytes, geometry: Geometry, dst: _Bytes) -> None: ...
 def crc32c(src: _Bytes | bytes) -> int: ...
 def leaf_digests(src: _Bytes, digests: _Bytes, threads: int) -> None: ...
 def copy_with_leaves(src: _Bytes, dst: _Bytes, leaves: _Bytes) -> None: ...
+def content_sum(src: _Bytes, first_byte: int, threads: int) -> tuple[int, int]: ...
 def gather_rows(sources: _Addresses, dst: _Bytes) -> None: ...
 def guess_row_nbytes(part: _Bytes, hint: int) -> int: ...
 def find_repeats(

@@ -52,6 +52,7 @@ __all__ = [
     "FIXED_HEADER",
     "FIXED_HEADER_NBYTES",
     "FLAG_BASE",
+    "FLAG_SUM",
     "FRAME_ALIGNMENT",
     "FRAME_MAGIC",
     "FRAME_NBYTES_OFFSET",
@@ -139,9 +140,10 @@ CRITICAL_FLAGS_OFFSET = 8
 FRAME_NBYTES_OFFSET = 16  # the content hash follows
 HEADER_CRC_OFFSET = 44
 FLAG_BASE = 1  # the frame has a base
-CRITICAL_FLAGS = FLAG_BASE  # all flags that version 1 defines
-# The base: content hash, dtype, reserved
-BASE_BLOCK = struct.Struct("<16sB7s")
+FLAG_SUM = 2  # the content hash, also the base's, is a content sum
+CRITICAL_FLAGS = FLAG_BASE | FLAG_SUM  # all flags that version 1 defines
+# The base: content hash, dtype, reserved, base check
+BASE_BLOCK = struct.Struct("<16sB3sI")
 BASE_BLOCK_NBYTES = BASE_BLOCK.size
 MAX_DIMS = 64  # NumPy's limit
 MIN_CHUNK_LOG = 6

@@ -35,9 +35,10 @@ from codec_battery import (
 from packhorse.disk import PackedFile, pack_file, unpack_file, verify_file
 from packhorse.disk.folder_index import pack_index, unpack_index
 from packhorse.frame import Frame, compress_buffer
+from packhorse.frame.follow import Follower
 from packhorse.layout import BASE_MODES, DTYPES, FRAME_VERSION, Level, Mode
 from packhorse.numpy import FRAMEWORK as NUMPY
-from packhorse.reference import decode_file, decode_frame
+from packhorse.reference import content_sum, decode_file, decode_frame
 
 FOLDER = Path(__file__).parents[1] / "golden"
 MANIFEST = FOLDER / "manifest.json"
@@ -82,6 +83,7 @@ class Delta:
     scale: float
     share: float = 1.0
     level: Level = Level.DEFAULT
+    has_sum: bool = False
 
     def write(self) -> bytes:
         base = decode_frame(golden(self.base))
@@ -95,6 +97,13 @@ class Delta:
             rng.random(units.size) < self.share
         )
         data = (units + steps.astype(np.int64).view(np.uint64).astype(units.dtype)).tobytes()
+        if self.has_sum:
+            held = np.frombuffer(base.data, np.uint8)
+            follower = Follower(self.dtype, base.shape, np.empty_like(held), self.level)
+            follower.keep(held)
+            frame = follower.follow(np.frombuffer(data, np.uint8))
+            assert frame is not None
+            return frame.to_bytes()
         return compress_buffer(
             data, self.dtype, base.shape, level=self.level, base=base.data, base_dtype=base.dtype
         ).to_bytes()
@@ -157,7 +166,18 @@ SPARSE: dict[str, Delta] = {
     "I32-sparse": Delta("I32-sorted-max", "I32", 1e5, share=0.02),
     "F8_E4M3-sparse": Delta("F8_E4M3-33-values", "F8_E4M3", 1, share=0.05),
 }
-DELTAS |= SPARSE
+# Those that came with flag 1, of either version.
+SUMS: dict[str, Delta] = {
+    "F16-sum-delta": Delta("F16-weights-default", "F16", 9, has_sum=True),
+    "F64-sum-delta": Delta("F64-weights-max", "F64", 1e9, has_sum=True),
+}
+SPARSE_SUMS: dict[str, Delta] = {
+    "BF16-sum-sparse": Delta("BF16-weights-max", "BF16", 2, share=0.02, has_sum=True),
+    "U8-sum-sparse-max": Delta("U8-weights-max", "U8", 3, 0.03, Level.MAX, has_sum=True),
+}
+SUMS |= SPARSE_SUMS
+SPARSE |= SPARSE_SUMS
+DELTAS |= SPARSE | SUMS
 CASES |= {name: delta.write for name, delta in DELTAS.items()}
 FILE = "file.packed"
 INDEX = "index.packed"  # of a folder
@@ -286,7 +306,7 @@ def test_golden_files_cover_the_format_and_stay_small() -> None:
     assert {line["level"] for line in lines} >= set(Level)
     sizes = [path.stat().st_size for path in FOLDER.iterdir() if path.is_file()]
     assert sum(sizes) < 1 << 20
-    assert len(sizes) <= 120
+    assert len(sizes) <= 125
 
 
 @pytest.mark.parametrize("name", FRAMES)
@@ -306,7 +326,14 @@ def test_golden_frame_decodes_in_every_decoder(name: str) -> None:
 def test_golden_deltas_have_bases() -> None:
     for name, delta in DELTAS.items():
         frame, base = Frame.from_buffer(golden(name)), decode_frame(golden(delta.base))
-        assert (frame.base_hash, frame.base_dtype) == (base.content_hash, base.dtype)
+        digest = content_sum(base.data) if delta.has_sum else base.content_hash
+        assert (frame.base_hash, frame.base_dtype) == (digest, base.dtype)
+        assert frame.has_sum == delta.has_sum
+        if delta.has_sum:
+            patch, target = frame.prepare_patch(base.data), bytearray(base.data)
+            assert patch is not None
+            patch.write(target)
+            assert sha256(bytes(target)) == GOLDEN[name]["decoded_sha256"]
         assert set(BASE_MODES) & set(frame.planes()[0].modes)
         assert (Mode.SPARSE_DELTA in frame.planes()[0].modes) == (name in SPARSE)
 

@@ -160,7 +160,9 @@ def test_the_header_table_of_the_page_is_the_struct_of_the_code() -> None:
     check_fields([row for row in cells if len(row) == 4], layout.FIXED_HEADER)
     check_fields([row for row in cells if len(row) == 3], layout.BASE_BLOCK)
     assert f"base ({layout.BASE_BLOCK_NBYTES} bytes, if flag 0 is set)" in section(2)
-    assert layout.FLAG_BASE == 1 << 0 == layout.CRITICAL_FLAGS
+    assert layout.FLAG_BASE == 1 << 0
+    assert layout.FLAG_SUM == 1 << 1
+    assert layout.CRITICAL_FLAGS == layout.FLAG_BASE | layout.FLAG_SUM
     crc = next(row for row in cells if row[2] == "header CRC")
     assert int(crc[0]) == layout.HEADER_CRC_OFFSET
 

@@ -22,11 +22,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packhorse import CorruptionError
+from packhorse.codecs.content import base_check, content_sum
 from packhorse.errors import BaseMismatchError, PackhorseError
 from packhorse.frame import Frame, compress_buffer, content_hash, plan_buffer
+from packhorse.frame.header import header_bytes
 from packhorse.frame.patch import Patch
 from packhorse.gpu.plans import why_unsupported
-from packhorse.layout import CONTENT_LEAF_NBYTES, DTYPES, Mode
+from packhorse.layout import DTYPES, STREAM_NBYTES_BITS, STREAM_NBYTES_MASK, Mode
 from packhorse.reference import decode_frame
 
 WHOLE = [row for row in DTYPES if row.bits % 8 == 0]
@@ -73,11 +75,35 @@ def check(frame: Frame, new: np.ndarray, old: np.ndarray, threads: int = 2) -> N
     frame.patch_into(target, threads=threads)
     np.testing.assert_array_equal(target, new)
     if frame.base_hash is not None:
-        check_patch(frame, new, old, threads)
+        check_patch(summed(frame, new, old), new, old, threads)
     indices, values = frame.changes(old, threads=threads)
     assert (indices.dtype, values.dtype) == (np.uint32, new.dtype)
     np.testing.assert_array_equal(indices, np.flatnonzero(new != old))
     np.testing.assert_array_equal(values, new[indices])
+
+
+def check_of_base(frame: Frame, new: np.ndarray, old: np.ndarray) -> int:
+    """The base check of a frame (docs/format.md, section 7.2)."""
+    replaced, units = np.zeros_like(old), 1 << frame.header.chunk_log
+    for chunk, row in enumerate(frame.header.table.tolist()):
+        mode, nbytes = row[1] >> STREAM_NBYTES_BITS, row[1] & STREAM_NBYTES_MASK
+        at = slice(chunk * units, (chunk + 1) * units)
+        if mode == Mode.SPARSE_DELTA:
+            replaced[at] = np.where(old[at] != new[at], old[at], 0)
+        elif mode != Mode.DELTA or nbytes:
+            replaced[at] = old[at]
+    return base_check(int.from_bytes(content_sum(replaced)[:8], "little"))
+
+
+def summed(frame: Frame, new: np.ndarray, old: np.ndarray) -> Frame:
+    """The same frame with content sums, which patches need."""
+    header = frame.header
+    base = header.base
+    if base is not None:
+        base = base._replace(content_hash=content_sum(old), check=check_of_base(frame, new, old))
+    header = header._replace(content_hash=content_sum(new), base=base, has_sum=True)
+    payload = bytes(frame.buffer())[header.header_nbytes :]
+    return Frame.from_buffer(header_bytes(header) + payload)
 
 
 def check_patch(frame: Frame, new: np.ndarray, old: np.ndarray, threads: int = 1) -> Patch:
@@ -86,7 +112,7 @@ def check_patch(frame: Frame, new: np.ndarray, old: np.ndarray, threads: int = 1
     target.flags.writeable = False
     patch = frame.prepare_patch(target, threads=threads)
     assert patch is not None
-    assert patch.content_hash == content_hash(new)
+    assert patch.content_sum == content_sum(new) == frame.content_hash
     np.testing.assert_array_equal(target, old)
     target.flags.writeable = True
     for _ in range(2):
@@ -308,37 +334,43 @@ def damaged(frame: Frame, at: int) -> Frame:
 
 def test_a_patch_keeps_few_changes_as_a_list_and_many_as_the_chunk() -> None:
     frame, old, few = PATCHES["few"]
-    assert check_patch(frame, few, old).nbytes == 6 * np.count_nonzero(few != old)
-    old, some = sparse_pair("BF16", CHUNK // 2, 0.1)
-    frame = pack(some, old, "BF16")
-    assert modes(frame) == {Mode.DELTA}
-    assert check_patch(frame, some, old).nbytes == 6 * np.count_nonzero(some != old)
+    patch = check_patch(summed(frame, few, old), few, old)
+    assert patch.nbytes == 6 * np.count_nonzero(few != old)
     frame, old, many = PATCHES["many"]
-    assert check_patch(frame, many, old).nbytes >= frame.logical_nbytes * 0.9
-    assert check_patch(pack(old, old, "BF16"), old, old).nbytes == 0
+    assert check_patch(summed(frame, many, old), many, old).nbytes >= frame.logical_nbytes * 0.9
+    assert check_patch(summed(pack(old, old, "BF16"), old, old), old, old).nbytes == 0
 
 
-def test_a_patch_says_what_it_leads_to_from_another_base() -> None:
+def test_a_patch_shows_whether_elements_that_change_were_others() -> None:
     frame, old, few = PATCHES["few"]
-    other = old.copy()
-    other[np.flatnonzero(few == old)[-1]] ^= 1
-    with pytest.raises(BaseMismatchError):
-        frame.prepare_patch(other)
-    patch = frame.prepare_patch(other, base_hash=frame.base_hash)
+    frame = summed(frame, few, old)
+    for changes in (True, False):
+        other = old.copy()
+        other[np.flatnonzero((few != old) == changes)[-1]] ^= 1
+        with pytest.raises(BaseMismatchError, match="content sum"):
+            frame.prepare_patch(other)
+        if changes:
+            with pytest.raises(BaseMismatchError, match="something else wrote to the base"):
+                frame.prepare_patch(other, base_hash=frame.base_hash)
+        else:
+            assert frame.prepare_patch(other, base_hash=frame.base_hash) is not None
+
+
+def test_targets_of_patches_are_checked() -> None:
+    frame, old, few = PATCHES["few"]
+    patch = summed(frame, few, old).prepare_patch(old)
     assert patch is not None
-    assert patch.content_hash != frame.content_hash
-    patch.write(other)
-    assert content_hash(other) == patch.content_hash
     with pytest.raises(ValueError, match="target must be as long"):
         patch.write(bytearray(2))
     with pytest.raises(TypeError):
         patch.write(old.tobytes())
+    assert frame.prepare_patch(old) is None
     assert PATCHES["full"][0].prepare_patch(old) is None
 
 
 @pytest.mark.parametrize("name", PATCHES)
 def test_a_bad_frame_leaves_the_target_as_it_was(name: str) -> None:
-    frame, old, _ = PATCHES[name]
+    frame, old, new = PATCHES[name]
     offsets = frame.header.chunk_offsets()
     for at in (*offsets[:-1], int(offsets[-1]) - 1, (offsets[0] + offsets[-1]) // 2):
         target = old.copy()
@@ -346,7 +378,7 @@ def test_a_bad_frame_leaves_the_target_as_it_was(name: str) -> None:
             damaged(frame, int(at)).patch_into(target)
         if frame.base_hash is not None:
             with pytest.raises(CorruptionError):
-                damaged(frame, int(at)).prepare_patch(target)
+                damaged(summed(frame, new, old), int(at)).prepare_patch(target)
         np.testing.assert_array_equal(target, old)
 
 
@@ -411,13 +443,9 @@ def check_built(name: str, built: BuiltFrame) -> None:
         target = bytearray(old)
         frame.patch_into(target)
         assert target == built.source, name
-        has_leaves = frame.n_chunks <= 1 or frame.chunk_nbytes % CONTENT_LEAF_NBYTES == 0
-        if has_leaves:
-            check_patch(frame, new, np.frombuffer(old, kind), threads=2)
-        else:
-            assert frame.prepare_patch(old) is None, name
-    else:
-        assert frame.prepare_patch(old) is None, name
+        before = np.frombuffer(old, kind)
+        check_patch(summed(frame, new, before), new, before, threads=2)
+    assert frame.prepare_patch(old) is None, name
     rounded = np.frombuffer(Base(old, frame.base_dtype).units(frame.dtype), kind)
     indices, values = frame.changes(old)
     np.testing.assert_array_equal(indices, np.flatnonzero(new != rounded), name)
@@ -484,7 +512,7 @@ def outcome(data: bytes, old: np.ndarray) -> bytes | None:
         with pytest.raises(PackhorseError):
             frame.changes(old)
         with pytest.raises(PackhorseError):
-            frame.prepare_patch(old)
+            summed(frame, old, old).prepare_patch(old)
         return None
     out = np.empty_like(old)
     frame.decompress_into(out, base=old)

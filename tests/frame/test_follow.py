@@ -8,7 +8,7 @@ from disturbing import disturbed, need_overlap, rounds
 from update_samples import masters, train_step, trained_state
 
 from packhorse import _core
-from packhorse.codecs.content import content_hash
+from packhorse.codecs.content import content_sum
 from packhorse.frame import Frame
 from packhorse.frame.follow import Follower
 from packhorse.layout import DTYPE_BY_NAME, DTYPES, Level
@@ -50,14 +50,14 @@ def test_versions_follow_each_other(dtype: str, isa: str) -> None:
                 new[: min(CHUNK, nbytes // 2)] = state[: min(CHUNK, nbytes // 2)]
                 new[-1] += share > 0
                 frame = follower.follow(new, threads=1 + step % 2)
-                assert follower.content_hash == content_hash(new)
+                assert follower.content_sum == content_sum(new)
                 assert decoded(follower.full(), state).tobytes() == new.tobytes()
                 if share == 0:
                     assert frame is None
                     continue
                 assert frame is not None
-                assert frame.content_hash == content_hash(new)
-                assert frame.base_hash in (None, content_hash(state))
+                assert frame.content_hash == content_sum(new)
+                assert frame.base_hash in (None, content_sum(state))
                 assert decoded(frame, state).tobytes() == new.tobytes()
                 state = new
 
@@ -87,7 +87,7 @@ def test_versions_of_a_real_model_follow_each_other(level: Level) -> None:
     for old, new in ((states[0], states[1]), (states[1], states[2]), (states[2], states[0])):
         frame = follower.follow(new)
         assert frame is not None
-        assert frame.base_hash == content_hash(old)
+        assert frame.base_hash == content_sum(old)
         assert frame.nbytes < follower.full().nbytes / 4
         assert decoded(frame, old).tobytes() == new.tobytes()
 
@@ -123,19 +123,19 @@ def test_frame_and_copy_agree_while_another_thread_writes(kinds: tuple[str, str]
     kept = np.empty_like(first)
     follower = Follower("BF16", (first.size // 2,), kept, Level.DEFAULT)
     follower.keep(first)
-    known = {content_hash(state) for state in states}
+    known = {content_sum(state) for state in states}
     n_torn = 0
     with forced(isa), disturbed(memory, *states):
         for _ in rounds():
             before = kept.copy()
             frame = follower.follow(memory)
-            assert content_hash(kept) == follower.content_hash
+            assert content_sum(kept) == follower.content_sum
             if frame is None:
                 assert (kept == before).all()
                 continue
-            assert frame.content_hash == follower.content_hash
+            assert frame.content_hash == follower.content_sum
             assert (decoded(frame, before) == kept).all()
-            n_torn += follower.content_hash not in known
+            n_torn += follower.content_sum not in known
             if n_torn > 10:
                 break
     need_overlap(n_torn)
@@ -145,12 +145,12 @@ def test_the_core_refuses_to_keep_what_is_not_the_base() -> None:
     old = np.zeros(4096, np.uint8)
     geometry = _core.Geometry(2, 2, 19, old.size)
     table, leaves = np.empty((1, 3), np.uint32), np.zeros(16 + 240, np.uint8)
-    payload = np.empty(old.size, np.uint8)
+    payload, changes = np.empty(old.size, np.uint8), np.empty(25, np.uint8)
 
     def encode(base: _core.Base | None, kept: np.ndarray, base_leaves: bool = False) -> None:
         context = _core.EncodeContext(2, None, base, old.size)
-        hashes = leaves.copy() if base_leaves else None
-        output = _core.EncodeOutput(payload, table, leaves, hashes, kept)
+        hashes = leaves if base_leaves else None
+        output = _core.EncodeOutput(payload, table, None, hashes, kept, changes[:24])
         _core.encode_chunks(old.copy(), geometry, context, output, 1)
 
     encode(_core.Base(old, True, 0), old)
@@ -162,3 +162,19 @@ def test_the_core_refuses_to_keep_what_is_not_the_base() -> None:
     ):
         with pytest.raises(ValueError, match="kept must be the base"):
             encode(base, kept, has_leaves)
+
+    base, context = _core.Base(old, True, 0), _core.EncodeContext(2, None, None, old.size)
+    for memory in (
+        (leaves, None, old, changes[:24]),
+        (None, None, None, None),
+        (leaves, None, old),
+    ):
+        with pytest.raises(ValueError, match="either leaves are needed, or kept and changes"):
+            _core.encode_chunks(
+                old, geometry, context, _core.EncodeOutput(payload, table, *memory), 1
+            )
+    context = _core.EncodeContext(2, None, base, old.size)
+    for given in (changes[:16], changes[1:]):
+        output = _core.EncodeOutput(payload, table, None, None, old, given)
+        with pytest.raises(ValueError, match="changes must have 24 bytes for each chunk"):
+            _core.encode_chunks(old.copy(), geometry, context, output, 1)

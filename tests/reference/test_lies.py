@@ -46,7 +46,7 @@ def test_the_frames_that_lies_are_made_of_are_good() -> None:
 STEPS = {
     "magic": {"magic": b"\x89PHG"},
     "version": {"version": 3},
-    "flags": {"flags": 3},
+    "flags": {"flags": 5},
     "dtype": {"dtype_code": 99},
     "split": {"split": 1},
     "n_dims": {"n_dims": 65},

@@ -124,7 +124,7 @@ def patch(at: int, form: str, value: Any) -> Callable[[bytearray], bytearray]:
 FIELDS = {
     "magic": (patch(0, "4s", b"\x89PHF"), CorruptionError, "an update begins with 89504855"),
     "version 0": (patch(4, "B", 0), CorruptionError, "version is 0"),
-    "version 2": (patch(4, "B", 2), CompatibilityError, "version is 2.*upgrade packhorse"),
+    "version 3": (patch(4, "B", 3), CompatibilityError, "version is 3.*upgrade packhorse"),
     "flags": (patch(5, "B", 2), CompatibilityError, "flags are 0x02.*upgrade packhorse"),
     "anchor with a base": (patch(5, "B", 1), CorruptionError, "an anchor names a base"),
     "shard": (patch(6, "<H", 1), CorruptionError, "shard 1 of 1"),

@@ -1,13 +1,17 @@
-"""Checksums: CRC32C, and the content hash of a tensor (docs/format.md, section 7).
+"""Checksums: CRC32C, and the two kinds of content hash of a tensor (docs/format.md, section 7).
 
-The hash is a tree of XXH3-128, so that it can be computed chunk by chunk, while a chunk is in the
-cache, and in parallel. The core hashes leaves of more than 240 bytes. The xxhash package hashes the
-root and a shorter leaf; only the last leaf of a tensor can be that short.
+The usual hash is a tree of XXH3-128, so that it can be computed chunk by chunk, while a chunk is in
+the cache, and in parallel. The core hashes leaves of more than 240 bytes. The xxhash package hashes
+the root and a shorter leaf; only the last leaf of a tensor can be that short.
 
 A tensor may change while it is packed. So the encoder hashes the copy that it packs: the core fills
 in the hashes while it reads, and puts the bytes of a short last leaf behind them.
+
+The other kind is a sum, to which every word adds what follows from its value and its place. Where
+few words change, the new sum follows from these words alone. Weight updates use it.
 """
 
+import struct
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +25,11 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = [
+    "ContentHasher",
+    "base_check",
+    "changed_sum",
     "content_hash",
+    "content_sum",
     "copy_with_hash",
     "crc32c",
     "empty_leaves",
@@ -32,6 +40,30 @@ __all__ = [
 ]
 
 _SHORT_LEAF_NBYTES = 240
+_SUM = struct.Struct("<QQ")
+_SUM_MASK = (1 << 64) - 1
+
+
+class ContentHasher:
+    """Computes a content hash, or a content sum, piece by piece."""
+
+    def __init__(self, *, has_sum: bool) -> None:
+        self._has_sum = has_sum
+        self._leaves = [np.empty(0, np.uint8)]
+        self._sum = bytes(_SUM.size)
+        self._nbytes = 0
+
+    def add(self, piece: ByteArray, threads: int) -> None:
+        """Adds the next bytes: whole leaves, if more follow."""
+        if self._has_sum:
+            self._sum = changed_sum(self._sum, *_core.content_sum(piece, self._nbytes, threads))
+        else:
+            self._leaves.append(hash_leaves(piece, threads))
+        self._nbytes += piece.size
+
+    def digest(self) -> bytes:
+        """The 16 bytes for all pieces."""
+        return self._sum if self._has_sum else hash_root(np.concatenate(self._leaves))
 
 
 def crc32c(src: "Buffer | Any") -> int:
@@ -62,6 +94,54 @@ def content_hash(src: "Buffer | Any", *, threads: int = 1) -> bytes:
         True
     """
     return hash_root(hash_leaves(as_bytes(src, "src"), threads))
+
+
+def content_sum(src: "Buffer | Any", *, threads: int = 1) -> bytes:
+    """Computes the content sum of a tensor's bytes (docs/format.md, section 7.2).
+
+    Args:
+        src: the bytes.
+        threads: how many to use.
+
+    Returns:
+        The sum: 16 bytes.
+
+    Raises:
+        TypeError: `src` is not a C-contiguous buffer.
+
+    Example:
+        >>> from packhorse.codecs.content import content_sum
+        >>> content_sum(bytes(4)).hex(), content_sum(b"\\1\\0\\0\\0").hex()
+        ('00000000000000000000000000000000', 'afcd1d7b0000000039a820e200000000')
+    """
+    return _SUM.pack(*_core.content_sum(as_bytes(src, "src"), 0, threads))
+
+
+def base_check(before: int) -> int:
+    """The base check of a frame (docs/format.md, section 7.2).
+
+    Args:
+        before: what the first number of the base's content sum has of the units that are replaced.
+
+    Returns:
+        The check, of 32 bits.
+    """
+    z = (before + 1) * 0x9E3779B97F4A7C15 & _SUM_MASK
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _SUM_MASK
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & _SUM_MASK
+    return (z ^ z >> 31) >> 32
+
+
+def changed_sum(digest: bytes, low: int, high: int) -> bytes:
+    """The content sum after a change.
+
+    Args:
+        digest: the sum before.
+        low: by how much its first number changes, modulo 2^64.
+        high: by how much its second number changes.
+    """
+    before = _SUM.unpack(digest)
+    return _SUM.pack(before[0] + low & _SUM_MASK, before[1] + high & _SUM_MASK)
 
 
 def copy_with_hash(src: ByteArray, dst: ByteArray) -> bytes:

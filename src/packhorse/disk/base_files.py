@@ -336,7 +336,7 @@ def _is_damaged(frame: Frame, base: BaseTensor, threads: int) -> bool:
         copy = np.frombuffer(base.read(threads), np.uint8).copy()
     except CorruptionError:  # the base has been cut short in the meantime
         return False
-    if content_hash(copy, threads=threads) != frame.base_hash:
+    if frame.digest_of(copy, threads) != frame.base_hash:
         return False
     try:
         frame.verify(threads=threads, base=copy)

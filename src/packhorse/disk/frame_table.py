@@ -23,7 +23,6 @@ import numpy as np
 
 from packhorse.arguments import resolve_threads
 from packhorse.codecs.base import ByteArray
-from packhorse.codecs.content import content_hash
 from packhorse.disk.base_files import Bases, Lender
 from packhorse.disk.lazy_bytes import MappedBytes, RemoteBytes
 from packhorse.disk.lazy_frames import Run, lazy_frames
@@ -197,7 +196,7 @@ def _decode_against(
     checked; the base is only checked if the result is wrong, to name the reason."""
 
     def is_right() -> bool:
-        return content_hash(np.frombuffer(dst, np.uint8), threads=threads) == frame.content_hash
+        return frame.digest_of(np.frombuffer(dst, np.uint8), threads) == frame.content_hash
 
     with suppress(CorruptionError):
         frame.decompress_into(dst, threads=threads, base=base, base_hash=frame.base_hash)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from packhorse.codecs.base import ByteArray
-from packhorse.codecs.content import content_hash
 from packhorse.disk.packed_frames import open_frame, sketch_frames
 from packhorse.disk.packed_header import PackedHeader, is_packed, parse_packed_header
 from packhorse.disk.safetensors_header import FileHeader, TensorEntry
@@ -87,7 +86,7 @@ class ModelFile:
         data, frame = self._decode(entry, entry.nbytes, threads)
         if self._packed is None or frame is None:
             return data
-        if content_hash(data, threads=threads) != frame.content_hash:
+        if frame.digest_of(data, threads) != frame.content_hash:
             raise CorruptionError(
                 f"{self.path}: tensor {shown(entry.name)} at byte "
                 f"{self._packed.frame_offset(entry.name)}: the content hash of the decoded bytes "

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from packhorse import _core
 from packhorse._core import Base, Geometry
 from packhorse.codecs.base import ByteArray, as_bytes
-from packhorse.codecs.content import content_hash
+from packhorse.codecs.content import content_hash, content_sum
 from packhorse.codecs.plan import Plan, choose_plan
 from packhorse.codecs.source import Source, cut
 from packhorse.errors import BaseMismatchError
@@ -53,10 +53,12 @@ class BaseName(NamedTuple):
     Attributes:
         content_hash: 16 bytes (docs/format.md, section 7).
         dtype: the base's dtype.
+        check: the base check of section 7.2, if the content hash is a sum.
     """
 
     content_hash: bytes
     dtype: DType
+    check: int = 0
 
 
 def allowed_casts(dtype: DType) -> list[DType]:
@@ -105,6 +107,8 @@ def matching_base(
     geometry: Geometry,
     threads: int,
     known_hash: bytes | None = None,
+    *,
+    has_sum: bool = False,
 ) -> Base:
     """Checks that a base is the one that a frame names, and returns it for unpacking.
 
@@ -115,19 +119,23 @@ def matching_base(
         geometry: how the frame's tensor is cut.
         threads: how many to use.
         known_hash: the content hash of the buffer; None to compute it.
+        has_sum: whether the frame names it by its content sum.
 
     Raises:
         BaseMismatchError: no base was given, or another one.
         TypeError: not a C-contiguous buffer.
     """
-    wanted = f"a base of {name.dtype.name} with content hash {name.content_hash.hex()} is needed"
+    kind = "sum" if has_sum else "hash"
+    wanted = f"a base of {name.dtype.name} with content {kind} {name.content_hash.hex()} is needed"
     if buffer is None:
         raise BaseMismatchError(f"{wanted}, and none was given; pass it as base=")
     data = as_bytes(buffer, "base")
     expected = geometry.n_units * name.dtype.unit_nbytes
     if data.size != expected:
         raise BaseMismatchError(f"{wanted}, of {expected} bytes; the one given has {data.size}")
-    found = content_hash(data, threads=threads) if known_hash is None else known_hash
+    found = known_hash
+    if found is None:
+        found = (content_sum if has_sum else content_hash)(data, threads=threads)
     if found != name.content_hash:
         raise BaseMismatchError(f"{wanted}; the one given has {found.hex()}")
     return _base(data, dtype, name.dtype)

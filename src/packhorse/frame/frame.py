@@ -20,7 +20,13 @@ from packhorse import _core
 from packhorse._core import Base, EncodedTensor, Side
 from packhorse.arguments import resolve_threads
 from packhorse.codecs.base import STATUS_WORDS, ByteArray, as_bytes, as_writable_bytes
-from packhorse.codecs.content import empty_leaves, finish_leaves, hash_leaves, hash_root
+from packhorse.codecs.content import (
+    ContentHasher,
+    base_check,
+    changed_sum,
+    content_hash,
+    content_sum,
+)
 from packhorse.codecs.plan import Plan
 from packhorse.codecs.side import decode_side
 from packhorse.errors import BaseMismatchError, CorruptionError
@@ -35,7 +41,6 @@ from packhorse.frame.header import (
 from packhorse.frame.patch import Patch
 from packhorse.frame.zstd import ZstdJob
 from packhorse.layout import (
-    CONTENT_LEAF_NBYTES,
     FIRST_STREAM,
     STREAM_NBYTES_BITS,
     Level,
@@ -155,6 +160,11 @@ class Frame:
         return self._header.content_hash
 
     @property
+    def has_sum(self) -> bool:
+        """Whether content hashes, also the base's, are content sums."""
+        return self._header.has_sum
+
+    @property
     def base_hash(self) -> bytes | None:
         """Content hash of the base that the frame needs for unpacking; None if it needs none."""
         return None if self._header.base is None else self._header.base.content_hash
@@ -194,6 +204,18 @@ class Frame:
     def plan(self) -> Plan | None:
         """The plan that the frame was packed by; None for a frame that was read."""
         return self._plan
+
+    def digest_of(self, data: ByteArray, threads: int = 1) -> bytes:
+        """The content hash of some bytes, of the kind that the frame's content hashes have.
+
+        Args:
+            data: the bytes.
+            threads: how many to use.
+
+        Returns:
+            The hash: 16 bytes.
+        """
+        return (content_sum if self.has_sum else content_hash)(data, threads=threads)
 
     def __repr__(self) -> str:
         return f"Frame({self.dtype}, {self.shape}, nbytes={self.nbytes}, ratio={self.ratio:.3f})"
@@ -323,26 +345,31 @@ class Frame:
             threads: the number of threads; None for one per core, at most 8.
 
         Returns:
-            The patch, which has the content hash of the tensor that it leads to; None if the
-            frame's base is of another dtype, if it has none, or if other encoders than this one
-            have cut it, so that it cannot be patched.
+            The patch, which has the content sum of the tensor that it leads to; None if the frame
+            has no base or one of another dtype, or if its content hashes are no sums. (A
+            `Follower` makes frames that have sums.)
 
         Raises:
-            BaseMismatchError, CorruptionError: as `decompress_into`.
+            BaseMismatchError: as `decompress_into`, and if units that are replaced are not those
+                of the frame's base, even if its hash was said to be known.
+            CorruptionError: as `decompress_into`.
             TypeError: not a C-contiguous buffer.
         """
         header, n_threads = self._header, resolve_threads(threads)
-        has_leaves = self.n_chunks <= 1 or self.chunk_nbytes % CONTENT_LEAF_NBYTES == 0
-        if header.base is None or header.base.dtype != header.dtype or not has_leaves:
+        if header.base is None or header.base.dtype != header.dtype or not header.has_sum:
             return None
         units = self._matching_base(base, n_threads, base_hash)
         assert units is not None
-        leaves = empty_leaves(header.nbytes)
         tensor = self._encoded_beside(units, n_threads)
-        status, chunk, found = _core.prepare_patch(tensor, leaves, n_threads)
+        status, chunk, found, (low, high, replaced) = _core.prepare_patch(tensor, n_threads)
         if status:
             raise self._chunk_error(chunk, STATUS_WORDS[status])
-        return Patch(found, hash_root(finish_leaves(leaves, header.nbytes)))
+        if base_check(replaced) != header.base.check:
+            raise BaseMismatchError(
+                f"{label(self._name)}units that the frame replaces are not those of its base: "
+                "something else wrote to the base"
+            )
+        return Patch(found, changed_sum(header.base.content_hash, low, high))
 
     def _check_target(self, target: ByteArray) -> None:
         """Checks that a target of `patch_into` can hold the tensor."""
@@ -410,8 +437,9 @@ class Frame:
             return None
         try:
             return matching_base(
-                base, header.base, header.dtype, header.geometry, threads, base_hash
-            )
+                base, header.base, header.dtype, header.geometry, threads, base_hash,
+                has_sum=header.has_sum,
+            )  # fmt: skip
         except BaseMismatchError as error:
             raise BaseMismatchError(f"{label(self._name)}{error}") from None
 
@@ -496,14 +524,14 @@ class Frame:
         n_threads = resolve_threads(threads)
         tensor = self._encoded(self._matching_base(base, n_threads))
         window = np.empty(self.window_nbytes, np.uint8) if window is None else window
-        leaves = [np.empty(0, np.uint8)]
+        hasher = ContentHasher(has_sum=self.has_sum)
         for start in range(0, self.logical_nbytes, _WINDOW_NBYTES):
             stop = min(start + _WINDOW_NBYTES, self.logical_nbytes)
             piece = window[: stop - start]
             self._decode(tensor, piece, start, n_threads)
-            leaves.append(hash_leaves(piece, n_threads))
+            hasher.add(piece, n_threads)
             yield piece
-        digest = hash_root(np.concatenate(leaves))
+        digest = hasher.digest()
         if digest != self.content_hash:
             raise self._error(
                 f"the content hash of the decoded bytes is {digest.hex()}, and the frame says "

@@ -32,6 +32,7 @@ from packhorse.layout import (
     FIXED_HEADER,
     FIXED_HEADER_NBYTES,
     FLAG_BASE,
+    FLAG_SUM,
     FRAME_ALIGNMENT,
     FRAME_MAGIC,
     FRAME_VERSION,
@@ -76,7 +77,7 @@ Table = NDArray[np.uint32]  # a row for each chunk: CRC32C, then a descriptor fo
 
 
 class FrameHeader(NamedTuple):
-    """The checked header of a frame."""
+    """The checked header of a frame. `has_sum` says whether its content hashes are sums."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -90,6 +91,7 @@ class FrameHeader(NamedTuple):
     side_descriptor: int
     side_stream: bytes
     base: BaseName | None = None
+    has_sum: bool = False
 
     @property
     def version(self) -> int:
@@ -194,7 +196,7 @@ def header_bytes(header: FrameHeader) -> bytes:
         header.dtype.code,
         len(header.shape),
         header.geometry.split,
-        0 if header.base is None else FLAG_BASE,
+        FLAG_BASE * (header.base is not None) | FLAG_SUM * header.has_sum,
         header.level,
         header.geometry.chunk_log,
         header.header_nbytes,
@@ -208,7 +210,9 @@ def header_bytes(header: FrameHeader) -> bytes:
     )
     text = fixed + _SHAPES[len(header.shape)].pack(*header.shape)
     if header.base is not None:
-        text += BASE_BLOCK.pack(header.base.content_hash, header.base.dtype.code, bytes(7))
+        text += BASE_BLOCK.pack(
+            header.base.content_hash, header.base.dtype.code, bytes(3), header.base.check
+        )
     text += header.table.tobytes() + header.side_stream
     text = text.ljust(header.header_nbytes, b"\0")
     crc = _CRC.pack(_core.crc32c(text))
@@ -296,7 +300,7 @@ class _Reader:
         table_at = FIXED_HEADER_NBYTES + 8 * n_dims
         base = None
         if has_base:
-            base = self.read_base(text, table_at, dtype)
+            base = self.read_base(text, table_at, dtype, flags)
             table_at += BASE_BLOCK_NBYTES
         self.check_side(n_row_dims, side_descriptor, dtype, split, shape)
         table_end = table_at + 4 * n_chunks * (1 + n_planes)
@@ -317,6 +321,7 @@ class _Reader:
             side_descriptor,
             text[table_end:side_end],
             base,
+            bool(flags & FLAG_SUM),
         )
         self.check_length(header, self.check_descriptors(header, table_at, LAST_MODES[version]))
         return header
@@ -340,17 +345,19 @@ class _Reader:
             raise self.fail(FIXED_HEADER_NBYTES, words)
         return shape, numel * dtype.bits // 8
 
-    def read_base(self, text: bytes, at: int, dtype: DType) -> BaseName:
-        digest, code, reserved = BASE_BLOCK.unpack_from(text, at)
+    def read_base(self, text: bytes, at: int, dtype: DType, flags: int) -> BaseName:
+        digest, code, reserved, check = BASE_BLOCK.unpack_from(text, at)
         if code not in DTYPE_BY_CODE:
             words = f"the base's dtype code {code} is unknown to this release; upgrade packhorse"
             raise self.fail(at + 16, words, CompatibilityError)
         if DTYPE_BY_CODE[code] not in allowed_casts(dtype):
             name = DTYPE_BY_CODE[code].name
             raise self.fail(at + 16, f"a base of {name} is not allowed for {dtype.name}")
-        if reserved != bytes(7):
+        if flags & FLAG_SUM and code != dtype.code:
+            raise self.fail(at + 16, "a base that is named by its sum has another dtype")
+        if reserved != bytes(3) or (check and not flags & FLAG_SUM):
             raise self.fail(at + 17, "reserved bytes of the base are not zero")
-        return BaseName(digest, DTYPE_BY_CODE[code])
+        return BaseName(digest, DTYPE_BY_CODE[code], check)
 
     def check_side(
         self, n_row_dims: int, descriptor: int, dtype: DType, split: Split, shape: tuple[int, ...]

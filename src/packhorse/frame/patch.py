@@ -18,21 +18,25 @@ class Patch(NamedTuple):
 
     Attributes:
         changes: the core's form of it.
-        content_hash: of the tensor that the base becomes, as computed from what is written and from
-            the rest of the base: 16 bytes.
+        content_sum: of the tensor that the base becomes: the base's, as the frame names it, changed
+            by what is written: 16 bytes.
 
     Example:
-        >>> from packhorse.frame import compress_buffer
-        >>> old, new = bytes(4096), bytes(4095) + b"\\1"
-        >>> patch = compress_buffer(new, "F32", (1024,), base=old).prepare_patch(old)
-        >>> target = bytearray(old)
-        >>> patch.write(target)
-        >>> target == new, patch.nbytes
+        >>> import numpy as np
+        >>> from packhorse.frame.follow import Follower
+        >>> from packhorse.layout import Level
+        >>> old, new = np.zeros(4096, np.uint8), np.zeros(4096, np.uint8)
+        >>> follower = Follower("F32", (1024,), np.empty_like(old), Level.DEFAULT)
+        >>> follower.keep(old)
+        >>> new[-1] = 1
+        >>> patch = follower.follow(new).prepare_patch(old)
+        >>> patch.write(old)
+        >>> bool((old == new).all()), patch.nbytes
         (True, 8)
     """
 
     changes: TensorPatch
-    content_hash: bytes
+    content_sum: bytes
 
     @property
     def nbytes(self) -> int:

@@ -13,6 +13,13 @@ name and the frame's offset.
 
 from packhorse.reference.file import decode_file
 from packhorse.reference.folder import decode_index
-from packhorse.reference.frame import DecodedTensor, content_hash, decode_frame
+from packhorse.reference.frame import DecodedTensor, content_hash, content_sum, decode_frame
 
-__all__ = ["DecodedTensor", "content_hash", "decode_file", "decode_frame", "decode_index"]
+__all__ = [
+    "DecodedTensor",
+    "content_hash",
+    "content_sum",
+    "decode_file",
+    "decode_frame",
+    "decode_index",
+]

@@ -21,7 +21,7 @@ from packhorse.reference.sparse import decode_sparse_delta
 from packhorse.reference.streams import decode_stream
 from packhorse.reference.words import Reader, crc32c, equal, zero
 
-__all__ = ["DecodedTensor", "content_hash", "decode_frame"]
+__all__ = ["DecodedTensor", "base_check", "content_hash", "content_sum", "decode_frame"]
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,19 @@ def decode_frame(
         BaseMismatchError: the frame has a base, and none was given, or another one.
     """
     header = read_header(data, max_nbytes)
-    _check_base(header.base, base)
+    digest = content_sum if header.has_sum else content_hash
+    _check_base(header.base, base, digest)
     chunk_base = partial(_chunk_base, header, base or b"")
     side = _decode_side(data, header.side) if header.side else None
     decoded = b"".join(
         _decode_chunk(data, header.units, side, chunk, chunk_base) for chunk in header.chunks
     )
-    equal(header.content_hash, content_hash(decoded), "content hash", 24)
+    equal(header.content_hash, digest(decoded), "content hash", 24)
+    if header.base and header.has_sum:
+        found = base_check(header, base or b"", decoded)
+        if found != header.base.check:
+            named = f"the base check is {found:08x}, and the frame says {header.base.check:08x}"
+            raise BaseMismatchError(named)
     return DecodedTensor(
         dtype=header.units.dtype.name,
         shape=header.shape,
@@ -94,7 +100,9 @@ def decode_frame(
     )
 
 
-def _check_base(block: BaseBlock | None, base: bytes | None) -> None:
+def _check_base(
+    block: BaseBlock | None, base: bytes | None, digest: Callable[[bytes], bytes]
+) -> None:
     """Checks that the base is the one that the frame names."""
     if block is None:
         return
@@ -104,7 +112,7 @@ def _check_base(block: BaseBlock | None, base: bytes | None) -> None:
         raise BaseMismatchError(f"{needed}, but none was given")
     if len(base) != block.nbytes:
         raise BaseMismatchError(f"{needed}, but the one given has {len(base)} bytes")
-    found = content_hash(base)
+    found = digest(base)
     if found != block.content_hash:
         raise BaseMismatchError(f"{needed}, but the one given has {found.hex()}")
 
@@ -220,3 +228,36 @@ def content_hash(data: bytes) -> bytes:
     starts = range(0, len(data), layout.CONTENT_LEAF_NBYTES)
     leaves = [data[start : start + layout.CONTENT_LEAF_NBYTES] for start in starts]
     return xxhash.xxh3_128_digest(b"".join(xxhash.xxh3_128_digest(leaf) for leaf in leaves))
+
+
+def content_sum(data: bytes) -> bytes:
+    """Computes the 16 bytes of section 7.2, which identify a tensor's logical bytes, too."""
+    low = high = 0
+    for i in range(0, len(data), 4):
+        word, key = int.from_bytes(data[i : i + 4], "little"), _key(i // 4)
+        low += word * (key % 2**32)
+        high += word * (key >> 32)
+    return b"".join((number % 2**64).to_bytes(8, "little") for number in (low, high))
+
+
+def base_check(header: Header, base: bytes, decoded: bytes) -> int:
+    """Computes the base check of section 7.2: what is replaced, as bytes among zeros, gives `B`."""
+    size, replaced = header.units.dtype.unit_nbytes, bytearray(len(base))
+    for chunk in header.chunks:
+        mode, nbytes = chunk.streams[0]
+        for unit in range(chunk.first_unit, chunk.first_unit + chunk.n_units):
+            at = slice(unit * size, (unit + 1) * size)
+            if mode == Mode.SPARSE_DELTA:
+                is_replaced = base[at] != decoded[at]
+            else:
+                is_replaced = mode != Mode.DELTA or nbytes > 0
+            if is_replaced:
+                replaced[at] = base[at]
+    return _key(int.from_bytes(content_sum(bytes(replaced))[:8], "little")) >> 32
+
+
+def _key(i: int) -> int:
+    z = (i + 1) * 0x9E3779B97F4A7C15 % 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return z ^ z >> 31

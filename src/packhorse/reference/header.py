@@ -50,6 +50,7 @@ class BaseBlock(NamedTuple):
 
     content_hash: bytes
     dtype: DType
+    check: int  # of section 7.2
     nbytes: int  # computed from the frame's shape
 
 
@@ -68,6 +69,7 @@ class Header(NamedTuple):
     """A header, after all its fields were checked."""
 
     content_hash: bytes
+    has_sum: bool  # whether content hashes are sums
     level: int
     units: Units
     shape: tuple[int, ...]
@@ -96,7 +98,8 @@ def read_header(data: bytes, max_nbytes: int | None) -> Header:
     zero(fixed.reserved, "reserved bytes", 49)
     base = None
     if fixed.flags & layout.FLAG_BASE:
-        base = _read_base(data[shape_end:table_start], shape_end, units.dtype, n_units)
+        block = data[shape_end:table_start]
+        base = _read_base(block, shape_end, units.dtype, n_units, fixed.flags)
     side = _read_side(fixed, units, shape, table_end)
     zero(data[end : fixed.header_nbytes], "padding bytes of the header", end)
     chunks = _read_chunk_table(data[:table_end], table_start, fixed, units, n_units)
@@ -104,7 +107,8 @@ def read_header(data: bytes, max_nbytes: int | None) -> Header:
     equal(fixed.frame_nbytes, frame_nbytes, "frame_nbytes", 16)
     need(data, frame_nbytes, "the frame")
     equal(len(data), frame_nbytes, "the end of the frame, the length of the data,", frame_nbytes)
-    return Header(fixed.content_hash, fixed.level, units, shape, base, side, chunks)
+    has_sum = fixed.flags & layout.FLAG_SUM > 0
+    return Header(fixed.content_hash, has_sum, fixed.level, units, shape, base, side, chunks)
 
 
 def _read_fixed(data: bytes) -> _Fixed:
@@ -149,17 +153,20 @@ def _logical_nbytes(dtype: DType, shape: tuple[int, ...]) -> int:
     return n_bits // 8
 
 
-def _read_base(block: bytes, at: int, dtype: DType, n_units: int) -> BaseBlock:
-    content_hash, code, reserved = layout.BASE_BLOCK.unpack(block)
+def _read_base(block: bytes, at: int, dtype: DType, n_units: int, flags: int) -> BaseBlock:
+    content_hash, code, reserved, check = layout.BASE_BLOCK.unpack(block)
     if code not in layout.DTYPE_BY_CODE:
         raise CompatibilityError(f"unknown base dtype {code} at byte offset {at + 16}; upgrade")
     base = layout.DTYPE_BY_CODE[code]
-    allowed = (dtype.name, "F32") if dtype.name in ("BF16", "F16") else (dtype.name,)
+    has_sum = flags & layout.FLAG_SUM > 0
+    may_round = dtype.name in ("BF16", "F16") and not has_sum
+    allowed = (dtype.name, "F32") if may_round else (dtype.name,)
     if base.name not in allowed:
         what = f"base dtype at byte offset {at + 16}"
         raise CorruptionError(f"{what} is {base.name}, allowed: {', '.join(allowed)}")
-    zero(reserved, "reserved bytes of the base", at + 17)
-    return BaseBlock(content_hash, base, n_units * base.unit_nbytes)
+    unused = reserved if has_sum else block[17:]
+    zero(unused, "reserved bytes of the base", at + 17)
+    return BaseBlock(content_hash, base, check, n_units * base.unit_nbytes)
 
 
 def _read_side(

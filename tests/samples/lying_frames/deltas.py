@@ -75,6 +75,11 @@ BASE_LIES = {
     "a BF16 base of F32": ("B2", lambda: of_base("delta-whole", CODES["BF16"]), "allowed: F32"),
     "a U64 base of I64": ("B2", lambda: of_base("delta-integers", CODES["U64"]), "allowed: I64"),
     "an F32 base of I64": ("B2", lambda: of_base("delta-integers", CODES["F32"]), "allowed: I64"),
+    "an F32 base of F16 that is named by its sum": (
+        "B2",
+        lambda: DELTAS["delta-of-f32"]().lie(flags=3),
+        "is F32, allowed: F16",
+    ),
     "first reserved byte of the base": ("B3", lambda: reserved(17), "base at byte offset 81"),
     "last reserved byte of the base": ("B3", lambda: reserved(23), "base at byte offset 81"),
     "no base": (

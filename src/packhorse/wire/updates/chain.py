@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from packhorse.arguments import resolve_level, resolve_threads
-from packhorse.frame import compress_buffer
+from packhorse.frame.follow import Follower
 from packhorse.layout import Level
 from packhorse.threads import map_tensors
 from packhorse.wire.updates.message import Header
@@ -84,11 +86,13 @@ def _packed(staged: StagedUpdate, first: Header, level: Level | str, threads: in
         unit, before = contents.units[i], staged.before[i]
         if before == staged.hashes[i] and not staged.is_anchor:
             return None
-        base = None if staged.is_anchor else staged.binding.read(i)
-        return compress_buffer(
-            staged.new_bytes(i, n_threads), unit.dtype, unit.shape, level=effort, threads=n_threads,
-            name=unit.label, base=base, base_hash=None if base is None else before,
-        ).to_bytes()  # fmt: skip
+        new, memory = staged.new_bytes(i, n_threads), np.empty(unit.nbytes, np.uint8)
+        follower = Follower(unit.dtype, unit.shape, memory, effort, unit.label)
+        if staged.is_anchor:
+            return follower.begin(new, n_threads).to_bytes()
+        follower.keep(staged.binding.read(i))
+        frame = follower.follow(new, n_threads)
+        return None if frame is None else frame.to_bytes()
 
     packed = map_tensors(work, [contents.units[i].nbytes for i in order], resolve_threads(threads))
     frames = {i: frame for i, frame in zip(order, packed, strict=True) if frame is not None}

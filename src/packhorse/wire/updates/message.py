@@ -32,7 +32,7 @@ __all__ = ["HEADER_NBYTES", "MAX_SHARDS", "Header", "Message", "read_header", "r
            "write_message"]  # fmt: skip
 
 _MAGIC = b"\x89PHU"  # not ASCII, so that readers notice a transfer that strips bit 7
-_VERSION = 1
+_VERSION = 2  # 1 had frames with another content hash, and was never released
 _FLAG_ANCHOR = 1
 # magic, version, flags, shard, shards, reserved, frames, bytes, stream, number, base's number,
 # base's hash, hash of the state, hash of the contents, bytes of the contents, of their text, CRC
@@ -275,6 +275,8 @@ def _frame(data: ByteArray, contents: Contents, unit: int, at: int) -> Frame:
             at, f"the frame of {row.label} is {frame.dtype} {frame.shape}, its unit {row.dtype} "
             f"{row.shape}",
         )  # fmt: skip
+    if not frame.has_sum:
+        raise _fault(at, f"the frame of {row.label} has a content hash that is no sum")
     if frame.base_dtype not in (None, frame.dtype):
         raise _fault(at, f"the base of {row.label} has another dtype, {frame.base_dtype}")
     return frame

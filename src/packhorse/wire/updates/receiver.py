@@ -2,10 +2,10 @@
 
 `stage` does everything that takes time or can fail, while the engine goes on: it checks that the
 update follows what is held, decodes what changes against the live weights, which it only reads, and
-compares the hash that each unit will have with the update's. `commit` then writes what is decoded:
-the elements that change, if they are few and the unit is one tensor in host memory in C order, and
-otherwise all of the unit. So an update that is damaged, repeated, out of order or for other weights
-changes nothing.
+compares the content sum that each unit will have with the update's. `commit` then writes what is
+decoded: the elements that change, if they are few and the unit is one tensor in host memory in C
+order, and otherwise all of the unit. So an update that is damaged, repeated, out of order or for
+other weights changes nothing.
 
 A commit only goes forward. It writes bytes that are all there, and an exception in its midst
 (Ctrl-C) is raised again once the writes are done. If a write itself fails, as on a device that is
@@ -13,8 +13,9 @@ lost, the weights are torn: the receiver says so, commits the same staged update
 refuses everything else but an anchor.
 
 The hash of the weights is known from the last commit, and computed only if none is known or if the
-caller asks for it. A unit's new hash is compared in any case, so a base that something else wrote
-to is noticed wherever the update changes it.
+caller asks for it. A unit's new sum follows from the sum before and from what the update changes,
+and is compared in any case. So it is noticed if something else wrote to elements that the update
+changes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from packhorse.arguments import resolve_threads
 from packhorse.codecs.base import ByteArray
-from packhorse.codecs.content import content_hash
+from packhorse.codecs.content import content_sum
 from packhorse.errors import CorruptionError
 from packhorse.frame import Frame
 from packhorse.frame.patch import Patch
@@ -33,7 +34,6 @@ from packhorse.threads import map_tensors
 from packhorse.wire.updates.changes import Changes, changes_by_frame, changes_of
 from packhorse.wire.updates.contents import Contents, state_hash
 from packhorse.wire.updates.decoding import (
-    check_hash,
     check_payload,
     decode_unit,
     patch_for_unit,
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DeltaReceiver", "StagedUpdate"]
 
-_NO_STATE = bytes(16)  # a hash that no unit has
+_NO_STATE = b"\xff" * 16  # no unit can be expected to have this sum; zeros have zeros
 
 
 class StagedUpdate:
@@ -196,8 +196,8 @@ class DeltaReceiver:
             framework: "np" or "pt", for a state of its own.
             threads: the number of threads; None for one per core, at most 8.
             in_place: patch the tensors in `commit`, one unit after the other, instead of decoding
-                in `stage`. That needs no memory for large tensors in host memory, and for one unit
-                per thread otherwise, instead of all changed ones; but it lengthens the pause. An
+                in `stage`. That needs memory for what changes in one unit per thread, instead of in
+                all of them; but it lengthens the pause. An
                 update whose hashes are wrong is then found when some units are written already: the
                 weights are torn.
             strict: whether `into` may have no tensors that the updates do not have.
@@ -365,7 +365,7 @@ class DeltaReceiver:
         binding = self._bind(contents, header)
         staged = StagedUpdate(self, self._n_commits, binding, header.is_anchor)
         if header.is_anchor:
-            staged.before = [content_hash(b"")] * len(contents.units)
+            staged.before = [content_sum(b"")] * len(contents.units)
         else:
             staged.before = self._held_hashes(binding, verify)
         staged.hashes = staged.before
@@ -448,7 +448,7 @@ class DeltaReceiver:
         def work(i: int, n_threads: int) -> bytes:
             if binding.differing_alias(i) is not None:  # names that are tied at the sender
                 return _NO_STATE
-            return content_hash(binding.read(i), threads=n_threads)
+            return content_sum(binding.read(i), threads=n_threads)
 
         return map_tensors(work, [unit.nbytes for unit in binding.contents.units], self.threads)
 
@@ -510,8 +510,7 @@ class DeltaReceiver:
         in host memory in C order.
 
         Raises:
-            CorruptionError: the unit was not decoded, and was not what its hash said. It is wrong
-                now.
+            CorruptionError: the unit was not decoded, and is not what its sum says.
         """
         if i in staged.units:
             return False
@@ -524,9 +523,11 @@ class DeltaReceiver:
         frame = staged.frames[i]
         if frame.base_hash is None or memory is None:
             return False
-        frame.patch_into(memory, base_hash=frame.base_hash, threads=n_threads)
+        patch = patch_for_unit(frame, memory, frame.base_hash, n_threads)
+        if patch is None:
+            return False
         self.is_torn = True  # until all units are written
-        check_hash(frame, memory, n_threads)
+        patch.write(memory, n_threads)
         return True
 
     def _finish(self, staged: StagedUpdate) -> None:

@@ -202,7 +202,7 @@ class DeltaSender:
     @property
     def state_hash(self) -> bytes:
         """Hash of the state that was packed last, 16 bytes."""
-        return state_hash(self._contents, [each.content_hash for each in self._followers])
+        return state_hash(self._contents, [each.content_sum for each in self._followers])
 
     def _bind(self, tensors: Mapping[str, Any]) -> Binding:
         if tensors.keys() != self._names:
@@ -231,7 +231,7 @@ class DeltaSender:
             # A unit that stays as it is, as those of frozen layers do, need not be hashed.
             if not is_anchor and i in self._still and _is_same(data, self._copy[i]):
                 return None
-            if self._counts and follower.content_hash:
+            if self._counts and follower.content_sum:
                 changed[i] = _share_of_changed(data, self._copy[i], binding.unit(i).dtype)
             pack = follower.begin if is_anchor else follower.follow
             frame = pack(data, n_threads)
