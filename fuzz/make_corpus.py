@@ -47,7 +47,7 @@ from packhorse.layout import (
 )
 from packhorse.numpy import FRAMEWORK as NUMPY
 from packhorse.wire.embeddings.requests import Wanted, pack_request
-from packhorse.wire.pieces import PieceEncoder, capacity_of, finish
+from packhorse.wire.pieces import PieceEncoder, capacity_of
 from packhorse.wire.repeats import RowFinder, RowMemory
 from packhorse.wire.updates import DeltaSender, Shards
 
@@ -341,7 +341,6 @@ def piece_seeds() -> Seeds:
         finder = RowFinder(RowMemory(), [piece], 64, has_past=True)
         encoder = PieceEncoder(row.name, level, 1, finder)
         message = memory[: encoder.encode(piece, start, memory)]
-        finish(message, number)
         n = 8 * (piece.size - start) // row.bits
         control = (start // 64) << 5 | number % 4 << 3 | number % 8
         yield (

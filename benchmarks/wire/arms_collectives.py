@@ -182,7 +182,7 @@ ARMS = {
         "`Collectives()`, which measures both in its first calls and takes the faster",
         partial(Packhorse, choice="auto"),
         ours=True,
-        warm_ups=26,
+        warm_ups=40,
     ),
 }
 

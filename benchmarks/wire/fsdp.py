@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from benchmarks.data.language_model import LanguageModel, ModelShape
 from benchmarks.wire.rounds import Marks, combine, interleave
@@ -50,16 +51,28 @@ class FsdpArm:
 
 def _packhorse(model: nn.Module, group: dist.ProcessGroup, *, choice: str) -> None:
     wire = import_module("packhorse.wire")
-    wire.shard_traffic(model, wire.Collectives(group, choice=choice, timeout=60))
+    wire.shard_traffic(model, wire.Collectives(group, choice=choice, timeout=60), ahead=True)
+
+
+def _ahead(model: Any, group: dist.ProcessGroup) -> None:
+    """FSDP2 with gathers that do not block: gloo blocks unless it is told not to."""
+    del group
+    model._set_unshard_async_op(True)
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module, following in pairwise(modules):
+        module.set_modules_to_forward_prefetch([following])
 
 
 ARMS = {
     PLAIN: FsdpArm("FSDP2 as it comes, on gloo", lambda model, group: None),
+    "plain, ahead": FsdpArm(
+        "the same with weights gathered while the part before computes, by a private switch", _ahead
+    ),
     "packhorse packed": FsdpArm(
         '`shard_traffic` with `Collectives(choice="packed")`', partial(_packhorse, choice="packed")
     ),
     "packhorse": FsdpArm(
-        "`shard_traffic` with `Collectives()`, which takes the faster way",
+        "`shard_traffic` with `Collectives()`, which takes the faster way; both gather ahead",
         partial(_packhorse, choice="auto"),
     ),
 }

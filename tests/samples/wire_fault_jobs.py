@@ -8,14 +8,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from packhorse.wire import Collectives, handshake
-from packhorse.wire.statement import NBYTES, Statement
 
 N = 3_000_000  # elements of float32: a dozen pieces
 Tamper = Callable[[int, torch.Tensor], None]
@@ -75,51 +74,47 @@ def _run(collectives: Collectives, operation: str, x: torch.Tensor, fault: str) 
 def _tamper_with(collectives: Collectives, tamper: Tamper) -> None:
     """Lets a function see, and change, all that this rank hands to transfers."""
     peers, n = collectives._peers, 0
-    plain = peers.all_to_all
+    plain = peers.send
 
-    def all_to_all(output: Any, input: torch.Tensor, *splits: Any) -> Any:
+    def send(going: Sequence[torch.Tensor], coming: Any) -> Any:
         nonlocal n
-        tamper(n, input)
+        for message in {one.data_ptr(): one for one in going if one.numel()}.values():
+            tamper(n, message)
         n += 1
-        return plain(output, input, *splits)
+        return plain(going, coming)
 
-    peers.all_to_all = all_to_all  # type: ignore[method-assign]
-
-
-def _flip(n: int, input: torch.Tensor) -> None:
-    if n == 3 and input.numel():
-        input[input.numel() // 2] ^= 16
+    peers.send = send  # type: ignore[method-assign]
 
 
-def _flip_head(n: int, input: torch.Tensor) -> None:
-    if n == 2 and input.numel():
-        input[5] ^= 1  # in the length of a later message
-
-
-def _flip_statement(n: int, input: torch.Tensor) -> None:
-    if n == 0:
-        input[9] ^= 1
-
-
-def _lie(n: int, input: torch.Tensor) -> None:
-    """States, with a right checksum, that the first messages are enormous."""
-    if n:
-        return
-    data = input.numpy()
-    for start in range(0, data.size, NBYTES):
-        stated = Statement.from_bytes(data[start : start + NBYTES].tobytes())
-        text = stated._replace(first=0xFFFFFFF0, second=0xFFFFFFF0).to_bytes()
-        data[start : start + NBYTES] = memoryview(bytearray(text))
-
-
-def _die(n: int, input: torch.Tensor) -> None:
-    del input
+def _flip(n: int, message: torch.Tensor) -> None:
     if n == 3:
+        message[message.numel() // 2] ^= 16
+
+
+def _flip_head(n: int, message: torch.Tensor) -> None:
+    if n == 2:
+        message[9] ^= 1  # in the zeros
+
+
+def _flip_statement(n: int, message: torch.Tensor) -> None:
+    if n == 0:
+        message[9] ^= 1
+
+
+def _lie(n: int, message: torch.Tensor) -> None:
+    """Says that a message is longer than its piece."""
+    if n == 1:
+        message[7] = 255
+
+
+def _die(n: int, message: torch.Tensor) -> None:
+    del message
+    if n == 2:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _raise(n: int, input: torch.Tensor) -> None:
-    del input
+def _raise(n: int, message: torch.Tensor) -> None:
+    del message
     if n == 3:
         raise MemoryError("none is left")
 

@@ -123,7 +123,7 @@ def fsdp(optimizer: str, choice: str, n_steps: int, is_mixed: bool) -> dict[str,
         fully_shard(model, **options)
         collectives = Collectives(choice=choice, timeout=30)
         if how == "packed":
-            found["n_modules"] = shard_traffic(model, collectives)
+            found["n_modules"] = shard_traffic(model, collectives, ahead=is_mixed)
         found[how] = train(model, optimizer, n_steps), digest(model)
     found["rows"] = [(str(row.key), row.arm.name, row.n_calls) for row in collectives.rows()]
     return found

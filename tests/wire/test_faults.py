@@ -42,7 +42,7 @@ def test_a_damaged_piece_is_found_and_all_ranks_hear_of_it(
     [
         ("a flipped bit in a head", PIECE + "the checksum of the message does not match"),
         ("a flipped bit in a statement", "CorruptionError: what rank 1 stated to rank . is dama"),
-        ("a lie", "CorruptionError: rank 1 announces a message of 4294967280 bytes to rank "),
+        ("a lie", PIECE + "the message has 42"),
         ("another dtype", r"CompatibilityError: dtype differs among the ranks \(ranks? 0.*: "
          r"float32; rank 1: int32\)"),
         ("another operation", r"CompatibilityError: the operation differs among the ranks \(.*"
@@ -50,7 +50,7 @@ def test_a_damaged_piece_is_found_and_all_ranks_hear_of_it(
         ("another option", r"CompatibilityError: level differs among the ranks \(rank.*: default; "
          r"rank 1: fast\)"),
         ("another version", r"CompatibilityError: wire version differs among the ranks \(rank.*: "
-         r"1; rank 1: 7\)"),
+         r"2; rank 1: 7\)"),
         ("another size", "CompatibilityError: the size in bytes differs among the ranks"),
     ],
 )  # fmt: skip
@@ -60,7 +60,7 @@ def test_ranks_that_disagree_are_named(fault: str, words: str, tmp_path: Path) -
     job = (fault, "all_gather", choice, 20)
     outcomes = run_ranks(3, jobs.errors_of, *job, store=tmp_path / "store")
     found = errors(outcomes)
-    if fault == "a flipped bit in a head":
+    if choice == "packed":
         found -= {"none"}
     assert len(found) == 1, found
     assert re.match(words, next(iter(found))), found

@@ -13,8 +13,7 @@ from packhorse.wire.pieces import (
     PieceEncoder,
     capacity_of,
     decode_piece,
-    finish,
-    peek,
+    message_in,
 )
 
 WHOLE = [dtype.name for dtype in DTYPES if dtype.bits % 8 == 0]
@@ -23,7 +22,6 @@ WHOLE = [dtype.name for dtype in DTYPES if dtype.bits % 8 == 0]
 def message_of(piece: ByteArray, dtype: str, level: Level | None = Level.DEFAULT) -> ByteArray:
     memory = np.empty(capacity_of(dtype, piece.size), np.uint8)
     length = PieceEncoder(dtype, level, 1).encode(piece, 0, memory)
-    finish(memory[:length], 77)
     return memory[:length]
 
 
@@ -44,7 +42,8 @@ def test_a_piece_comes_back(dtype: str, nbytes: int) -> None:
         for level in (None, Level.FAST, Level.DEFAULT):
             message = message_of(piece, dtype, level)
             assert message.size <= HEAD_NBYTES + nbytes
-            assert peek(message) == 77
+            longer = np.concatenate([message, noise(64)])
+            assert message_in(longer, nbytes).tobytes() == message.tobytes()
             found = np.full(nbytes, 170, np.uint8)
             decode_piece(message, dtype, found, 1)
             assert found.tobytes() == piece.tobytes()
@@ -87,6 +86,14 @@ def test_a_message_of_another_length_is_found(piece: ByteArray) -> None:
     for longer in (np.concatenate([message, np.zeros(64, np.uint8)]),):
         with pytest.raises(CorruptionError):
             decode_piece(longer, "BF16", found, 1)
+
+
+@pytest.mark.parametrize("length", [0, HEAD_NBYTES, HEAD_NBYTES + 401, 0xFFFFFFFF])
+def test_a_length_that_cannot_be_is_refused(length: int) -> None:
+    message = message_of(noise(400), "BF16")
+    message[4:8] = np.frombuffer(length.to_bytes(4, "little"), np.uint8)
+    with pytest.raises(CorruptionError, match=f"has {length} bytes, for a piece of 400 bytes"):
+        message_in(message, 400)
 
 
 def test_a_message_of_another_tensor_is_found() -> None:

@@ -10,7 +10,7 @@ from packhorse import _core
 from packhorse.codecs.base import ByteArray
 from packhorse.errors import CorruptionError
 from packhorse.layout import Level
-from packhorse.wire.pieces import HEAD_NBYTES, Kind, PieceEncoder, capacity_of, decode_piece, finish
+from packhorse.wire.pieces import HEAD_NBYTES, Kind, PieceEncoder, capacity_of, decode_piece, seal
 from packhorse.wire.repeats import RowFinder, RowMemory, max_tokens_nbytes
 
 PIECE = 1 << 20
@@ -34,7 +34,6 @@ def messages_of(
         stop = min(start + piece, part.size)
         memory = np.empty(capacity_of("BF16", stop - start), np.uint8)
         message = memory[: encoder.encode(part[:stop], start, memory, 1)]
-        finish(message, 0)
         found.append(message)
     return found
 
@@ -210,7 +209,7 @@ def lying(message: ByteArray, at: int, value: bytes, kind: int | None = None) ->
     lie[at : at + len(value)] = np.frombuffer(value, np.uint8)
     if kind is not None:
         lie[8] = kind
-    finish(lie, 0)
+    seal(lie)
     return lie
 
 

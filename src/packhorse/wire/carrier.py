@@ -1,9 +1,11 @@
-"""Carries tensors' bytes to all ranks at once, piece by piece, packed or as they are.
+"""Carries tensors' bytes to all ranks at once, piece by piece, packed.
 
-One exchange of statements (statement.py) comes first, and tells the lengths of the first two
-messages from each rank. Every message carries the length of the one after the next (pieces.py), so
-there is no further exchange of sizes. A message is encoded two rounds before it is sent, and
-decoded as soon as it is there, while other rounds are on their way (rounds.py).
+The first message between each two ranks begins with a statement (statement.py), even if no piece
+follows. A receiver announces memory for the longest message that could come, and the message says
+how long it is, so no exchange of sizes comes first. A round of pieces is encoded, and one before it
+decoded, while others are on their way.
+
+The memory is kept for the next operation: fresh pages cost more than packing.
 """
 
 from __future__ import annotations
@@ -13,23 +15,30 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from packhorse.codecs.base import ByteArray
 from packhorse.errors import CorruptionError
 from packhorse.layout import Level
+from packhorse.wire.backend import dist, torch
+from packhorse.wire.flights import Flight
 from packhorse.wire.peers import Peers
 from packhorse.wire.pieces import (
     HEAD_NBYTES,
     PieceEncoder,
     capacity_of,
     decode_piece,
-    finish,
-    peek,
+    message_in,
 )
 from packhorse.wire.repeats import RowFinder, RowMemory
-from packhorse.wire.rounds import DEPTH, Rounds, n_pieces_of, piece_of
-from packhorse.wire.statement import Statement, check_sizes, exchange_statements
+from packhorse.wire.rounds import DEPTH, PIECE_NBYTES, n_pieces_of, piece_of
+from packhorse.wire.statement import NBYTES, Statement, check_sizes, read_statements
 
 __all__ = ["Carrier", "Delivery", "Effort"]
+
+
+_EMPTY = np.empty(0, np.uint8)
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 def _nothing(round_: int) -> None:
@@ -109,151 +118,145 @@ class Carrier:
 
     def __init__(self, peers: Peers, level: Level, threads: int) -> None:
         self.peers = peers
-        self._rounds = Rounds(peers)
-        self._level = level
-        self._threads = threads
-        self._row_memory = RowMemory()
+        self.level = level
+        self.threads = threads
+        self.row_memory = RowMemory()
+        self._memory: dict[tuple[bool, int, int], ByteArray] = {}
 
-    def deliver(self, delivery: Delivery, arm: int, *, is_packed: bool) -> Effort:
+    def deliver(self, delivery: Delivery, arm: int) -> Effort:
         """Carries a delivery. All ranks must call it at the same time.
 
         Args:
             delivery: what is carried.
             arm: how the operation runs, for statements.
-            is_packed: whether to pack pieces; otherwise they travel as they are.
 
         Returns:
             What it cost.
 
         Raises:
-            PackhorseError: as `Peers.wait` and `exchange_statements`; or a message is damaged.
+            PackhorseError: as `Peers.wait` and `read_statements`; or a message is damaged.
         """
-        level = self._level if is_packed else None
-        finder = None
-        if is_packed:
-            finder = RowFinder(
-                self._row_memory, delivery.outgoing, delivery.row_nbytes,
-                has_past=delivery.has_past,
-            )  # fmt: skip
-        encoder = PieceEncoder(delivery.dtype, level, self._threads, finder)
-        return _Run(self.peers, self._rounds, delivery, encoder, self._threads).run(arm)
+        return _Run(self, delivery).run(arm)
+
+    def memory(self, is_sent: bool, round_: int, rank: int, nbytes: int) -> ByteArray:
+        """Memory for the message to a rank or from it, until `DEPTH` rounds later."""
+        key = (is_sent, round_ % DEPTH, rank)
+        found = self._memory.get(key, _EMPTY)
+        if found.size < nbytes:
+            found = self._memory[key] = np.empty(nbytes, np.uint8)
+        return found[:nbytes]
 
 
 class _Run:
     """One delivery on its way."""
 
-    def __init__(
-        self,
-        peers: Peers,
-        rounds: Rounds,
-        delivery: Delivery,
-        encoder: PieceEncoder,
-        threads: int,
-    ) -> None:
-        self.peers = peers
-        self.rounds = rounds
+    def __init__(self, carrier: Carrier, delivery: Delivery) -> None:
+        self.carrier = carrier
+        self.peers = carrier.peers
+        self.others = [rank for rank in range(self.peers.size) if rank != self.peers.rank]
         self.delivery = delivery
-        self.encoder = encoder
-        self.threads = threads
-        self.encoded: deque[tuple[ByteArray, list[int]]] = deque()
-        # The lengths of the messages from each rank, for the next rounds that have none yet.
-        self.announced: deque[list[int]] = deque()
+        finder = RowFinder(
+            carrier.row_memory, delivery.outgoing, delivery.row_nbytes, has_past=delivery.has_past
+        )
+        self.encoder = PieceEncoder(delivery.dtype, carrier.level, carrier.threads, finder)
         self.encode_seconds = self.decode_seconds = 0.0
         self.decoded_nbytes = 0
 
     def run(self, arm: int) -> Effort:
         delivery = self.delivery
-        for round_ in range(DEPTH):
-            self.encode(round_)
-        lengths = [lengths for _, lengths in self.encoded]
-        mine_rounds = max(n_pieces_of(part.size) for part in delivery.outgoing)
-        stated = exchange_statements(
-            self.peers,
-            [
-                Statement(
-                    self.peers.number & 0xFFFFFFFF, delivery.what, delivery.argument, arm,
-                    part.size, delivery.common, mine_rounds, lengths[0][rank], lengths[1][rank],
-                )
-                for rank, part in enumerate(delivery.outgoing)
-            ],
-            delivery.words,
-        )  # fmt: skip
-        check_sizes(self.peers, stated, delivery.incoming)
-        for lengths_from in zip(*[(one.first, one.second) for one in stated], strict=True):
-            self.announce(len(self.announced), list(lengths_from))
-        n_rounds = max(one.n_rounds for one in stated)
-        self.rounds.run(n_rounds, self.prepare, self.expect, self.use)
+        statements = self.statements(arm)
+        lengths = [part.size for part in delivery.outgoing] + [*delivery.incoming]
+        flying: deque[tuple[int, Flight, list[ByteArray]]] = deque()
+        for round_ in range(max(1, n_pieces_of(max(lengths)))):
+            if len(flying) == DEPTH:
+                self.land(*flying.popleft(), statements)
+            memories, works = self.receive(round_)
+            flight = self.peers.send(self.encode(round_, statements), works)
+            flying.append((round_, flight, memories))
+        while flying:
+            self.land(*flying.popleft(), statements)
         return Effort(
             self.encoder.nbytes, self.encoder.encoded_nbytes, self.encode_seconds,
             self.decoded_nbytes, self.decode_seconds,
         )  # fmt: skip
 
-    def encode(self, round_: int) -> None:
-        """Encodes the messages of a round, one after the other."""
+    def statements(self, arm: int) -> list[bytes]:
+        """What this rank states to each."""
+        delivery, number = self.delivery, self.peers.number & 0xFFFFFFFF
+        argument, common = delivery.argument, delivery.common
+        return [
+            Statement(number, delivery.what, argument, arm, part.size, common).to_bytes()
+            for part in delivery.outgoing
+        ]
+
+    def receive(self, round_: int) -> tuple[list[ByteArray], list[dist.Work]]:
+        """Announces memory for a round. A rank that lies about its sizes cannot overrun it."""
+        memories = [_EMPTY] * self.peers.size
+        for rank in self.others:
+            if not round_ or n_pieces_of(self.delivery.incoming[rank]) > round_:
+                most = NBYTES + HEAD_NBYTES + PIECE_NBYTES
+                memories[rank] = self.carrier.memory(False, round_, rank, most)
+        return memories, self.peers.receive([torch.from_numpy(one) for one in memories])
+
+    def encode(self, round_: int, statements: Sequence[bytes]) -> list[torch.Tensor]:
+        """The messages of a round."""
         start = time.perf_counter()
-        delivery = self.delivery
-        ends = [piece_of(part.size, round_) for part in delivery.outgoing]
-        # A piece that turns out not to be worth packing has already taken the memory of a frame.
-        room = sum(capacity_of(delivery.dtype, end - begin) for begin, end in ends if end > begin)
-        memory, at = self.rounds.outgoing(round_, room), 0
-        lengths, first = [], slice(0, 0)
-        for rank, (begin, end) in enumerate(ends):
-            if begin == end:
-                lengths.append(0)
-                continue
-            if delivery.is_shared and first.stop:
-                length = first.stop - first.start
-                memory[at : at + length] = memory[first]
-            else:
-                part = delivery.outgoing[rank][:end]
-                length = self.encoder.encode(part, begin, memory[at:], rank)
-                first = slice(at, at + length)
-            at += length
-            lengths.append(length)
-        self.encoded.append((memory[:at], lengths))
+        messages = [_NOTHING] * self.peers.size
+        for rank in self.others:
+            is_same = self.delivery.is_shared and rank != self.others[0]
+            first = messages[self.others[0]]
+            messages[rank] = first if is_same else self.message(round_, rank, statements[rank])
         self.encode_seconds += time.perf_counter() - start
+        return messages
 
-    def prepare(self, round_: int) -> tuple[ByteArray, list[int]]:
-        self.encode(round_ + DEPTH)
-        messages, lengths = self.encoded.popleft()
-        at = 0
-        for length, next_nbytes in zip(lengths, self.encoded[DEPTH - 1][1], strict=True):
-            if length:
-                finish(messages[at : at + length], next_nbytes)
-            at += length
-        return messages, lengths
+    def message(self, round_: int, rank: int, statement: bytes) -> torch.Tensor:
+        """The message of a round to a rank."""
+        delivery = self.delivery
+        begin, end = piece_of(delivery.outgoing[rank].size, round_)
+        # A piece that turns out not to be worth packing has already taken the memory of a frame.
+        room = capacity_of(delivery.dtype, end - begin) if end > begin else 0
+        memory, at = self.carrier.memory(True, round_, rank, NBYTES + room), 0
+        if not round_:
+            memory[:NBYTES] = np.frombuffer(statement, np.uint8)
+            at = NBYTES
+        if end > begin:
+            part = delivery.outgoing[rank][:end]
+            at += self.encoder.encode(part, begin, memory[at:], rank)
+        return torch.from_numpy(memory[:at])
 
-    def expect(self, round_: int) -> list[int]:
-        del round_
-        return self.announced.popleft()
-
-    def announce(self, round_: int, lengths: list[int]) -> None:
-        """Takes note of the lengths of the messages of a round, if they can be true."""
-        for rank, (length, nbytes) in enumerate(zip(lengths, self.delivery.incoming, strict=True)):
-            start, stop = piece_of(nbytes, round_)
-            most = HEAD_NBYTES + stop - start if stop > start else 0
-            if length > most or (most and length <= HEAD_NBYTES):
-                raise CorruptionError(
-                    f"rank {rank} announces a message of {length} bytes to rank "
-                    f"{self.peers.rank}, for a piece of {stop - start} bytes"
-                )
-        self.announced.append(lengths)
-
-    def use(self, round_: int, messages: Sequence[ByteArray]) -> None:
-        """Decodes the messages of a round."""
+    def land(
+        self, round_: int, flight: Flight, memories: list[ByteArray], statements: Sequence[bytes]
+    ) -> None:
+        """Waits for a round, and decodes its messages."""
+        self.peers.wait(flight)
+        if not round_:
+            self.compare(memories, statements)
+            memories = [memory[NBYTES:] for memory in memories]
         start = time.perf_counter()
-        for rank, message in enumerate(messages):
-            if not message.size:
-                continue
-            memory, begin = self.delivery.place(round_, rank)
-            try:
-                decode_piece(message, self.delivery.dtype, memory, self.threads, begin)
-            except CorruptionError as error:
-                raise CorruptionError(
-                    f"piece {round_} that rank {rank} sent to rank {self.peers.rank} in "
-                    f"{self.delivery.what} was damaged on its way: {error}"
-                ) from error
-            self.decoded_nbytes += memory.size - begin
+        for rank in self.others:
+            begin, end = piece_of(self.delivery.incoming[rank], round_)
+            if end > begin:
+                self.decode(round_, rank, memories[rank], end - begin)
         self.decode_seconds += time.perf_counter() - start
-        self.announce(round_ + DEPTH, [peek(one) if one.size else 0 for one in messages])
         self.delivery.after(round_)
+
+    def compare(self, memories: list[ByteArray], statements: Sequence[bytes]) -> None:
+        """Reads the statements of all ranks."""
+        texts = [memory[:NBYTES].tobytes() for memory in memories]
+        texts[self.peers.rank] = statements[self.peers.rank]
+        stated = read_statements(self.peers, texts, self.delivery.words)
+        check_sizes(self.peers, stated, self.delivery.incoming)
+
+    def decode(self, round_: int, rank: int, memory: ByteArray, nbytes: int) -> None:
+        """Decodes the message of a rank."""
+        delivery, rank_here = self.delivery, self.peers.rank
+        target, begin = delivery.place(round_, rank)
+        try:
+            message = message_in(memory, nbytes)
+            decode_piece(message, delivery.dtype, target, self.carrier.threads, begin)
+        except CorruptionError as error:
+            raise CorruptionError(
+                f"piece {round_} that rank {rank} sent to rank {rank_here} in {delivery.what} was "
+                f"damaged on its way: {error}"
+            ) from error
+        self.decoded_nbytes += nbytes

@@ -435,7 +435,7 @@ class Collectives:
         peers, key = self._peers, call.key
         mine = Statement(
             peers.number & 0xFFFFFFFF, f"{key.operation} {key.dtype}", call.argument, _ASKING, 0,
-            call.nbytes if key.size_class is not None else 0, 0,
+            call.nbytes if key.size_class is not None else 0,
             seconds=self._selector.own_seconds(key), total=call.nbytes, label=key.label,
         )  # fmt: skip
         sent, received = (sizes or [0] * peers.size for sizes in (call.sent, call.received))

@@ -8,6 +8,7 @@ DDP compares the annotations of its hook with types, so this module leaves them 
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from packhorse.wire.backend import c10d, dist, torch
 from packhorse.wire.collectives import Collectives
@@ -88,8 +89,14 @@ class PackedAllGather(_Comm):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Pending | None:
-        """Gathers shards. The input may be a part of the output."""
+        """Gathers shards. The input may be a part of the output.
+
+        On the host it goes on in the background, whatever `async_op` says: FSDP2 waits for what
+        this returns before it uses the weights, and may compute until then. On a device the
+        stream has the same effect.
+        """
         self._check(group)
+        async_op = async_op or output_tensor.device.type == "cpu"
         return self._collectives.all_gather(
             output_tensor, input_tensor, async_op=async_op, label="fsdp"
         )
@@ -122,15 +129,19 @@ class PackedReduceScatter(_Comm):
         )
 
 
-def shard_traffic(model: torch.nn.Module, collectives: Collectives) -> int:
+def shard_traffic(model: torch.nn.Module, collectives: Collectives, *, ahead: bool = False) -> int:
     """Lets all parts of a model that FSDP2 shards send their weights and gradients packed.
 
-    With HSDP only the traffic within a shard group changes: PyTorch has no way to replace the
-    all-reduce between the groups.
+    Weights for the backward pass are gathered while the part behind them computes. With HSDP only
+    the traffic within a shard group changes: PyTorch has no way to replace the all-reduce between
+    the groups.
 
     Args:
         model: after `fully_shard` was applied to all of its parts.
         collectives: of the process group that the model is sharded over.
+        ahead: whether to gather the weights of each part while the part before it computes in the
+            forward pass, too. Every forward pass must then use all parts, in the order of
+            `model.modules()`.
 
     Returns:
         How many modules were changed.
@@ -145,7 +156,7 @@ def shard_traffic(model: torch.nn.Module, collectives: Collectives) -> int:
         ...     from torch.distributed.fsdp import fully_shard
         ...     for layer in model.layers:
         ...         fully_shard(layer)
-        ...     shard_traffic(fully_shard(model), Collectives())
+        ...     shard_traffic(fully_shard(model), Collectives(), ahead=True)
         ...     return model
     """
     from torch.distributed.fsdp import FSDPModule
@@ -159,4 +170,6 @@ def shard_traffic(model: torch.nn.Module, collectives: Collectives) -> int:
     for module in modules:
         module.set_custom_all_gather(PackedAllGather(collectives))  # type: ignore[arg-type]
         module.set_custom_reduce_scatter(PackedReduceScatter(collectives))  # type: ignore[arg-type]
+    for module, following in pairwise(modules if ahead else ()):
+        module.set_modules_to_forward_prefetch([following])
     return len(modules)

@@ -211,8 +211,8 @@ class DeviceWays:
         text = described(what, like.dtype)
         mine = [
             Statement(
-                self._peers.number & 0xFFFFFFFF, text, argument, Arm.PACKED, size, common, 1,
-                first=0 if message is None else message.n_escapes + 1,
+                self._peers.number & 0xFFFFFFFF, text, argument, Arm.PACKED, size, common,
+                escapes=0 if message is None else message.n_escapes + 1,
             )
             for message, size in zip(messages, nbytes, strict=True)
         ]  # fmt: skip
@@ -222,7 +222,7 @@ class DeviceWays:
         self, stated: Sequence[Statement], rank: int, part: torch.Tensor
     ) -> tuple[int, int]:
         """The bytes of the message of a rank, and its escapes."""
-        n_escapes = stated[rank].first - 1
+        n_escapes = stated[rank].escapes - 1
         if n_escapes < 0 or not part.numel():
             return part.nbytes, -1
         nbytes = _exponents().message_nbytes(part.numel(), part.dtype, n_escapes)

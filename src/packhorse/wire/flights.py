@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from itertools import accumulate
 from queue import SimpleQueue
 
 from packhorse.wire.backend import dist, torch
@@ -64,27 +63,21 @@ class Flights:
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
         self._group = group
         self._timeout = timeout
-        self._n = 0
+        rank, size = group.rank(), group.size()
+        self._others = [(rank + step) % size for step in range(1, size)]
         self._queue: SimpleQueue[Flight | None] | None = None
         self._flying: list[Flight] = []
 
-    def begin(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-    ) -> Flight:
-        """Begins a transfer, as `Peers.all_to_all` describes it."""
-        rank, size = self._group.rank(), self._group.size()
-        tag = _FIRST_TAG + self._n % _N_TAGS
-        self._n += 1
-        coming, going = _cut(output, output_splits), _cut(input, input_splits)
-        others = [(rank + step) % size for step in range(1, size)]
-        works = [self._group.recv([coming[i]], i, tag) for i in others if output_splits[i]]
-        works += [self._group.send([going[i]], i, tag) for i in others if input_splits[i]]
-        coming[rank].copy_(going[rank])
-        flight = Flight(works)
+    def receive(self, coming: Sequence[torch.Tensor], number: int) -> list[dist.Work]:
+        """Announces what this rank receives, as `Peers.receive` describes it."""
+        tag = _FIRST_TAG + number % _N_TAGS
+        return [self._group.recv([coming[i]], i, tag) for i in self._others if coming[i].numel()]
+
+    def send(self, going: Sequence[torch.Tensor], coming: list[dist.Work], number: int) -> Flight:
+        """Sends, as `Peers.send` describes it."""
+        tag = _FIRST_TAG + number % _N_TAGS
+        works = [self._group.send([going[i]], i, tag) for i in self._others if going[i].numel()]
+        flight = Flight(coming + works)
         queue = self._waiting()
         self._flying.append(flight)
         queue.put(flight)
@@ -102,11 +95,6 @@ class Flights:
             thread.start()
             weakref.finalize(self, _end, self._queue, self._flying, thread)
         return self._queue
-
-
-def _cut(tensor: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-    ends = accumulate(lengths)
-    return [tensor[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
 def _wait_for_all(

@@ -17,7 +17,7 @@ from packhorse.wire.board import Board
 
 __all__ = ["WIRE_VERSION", "agree_or_raise", "ranks_words", "shake_hands"]
 
-WIRE_VERSION = 1  # of the messages between ranks; they are never stored
+WIRE_VERSION = 2  # of the messages between ranks; they are never stored
 
 
 def shake_hands(board: Board, options: Mapping[str, str], timeout: timedelta) -> None:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import accumulate
 
 from packhorse.errors import CompatibilityError, CorruptionError, PackhorseError, PeerError
 from packhorse.wire.backend import dist, torch
@@ -185,8 +186,38 @@ class Peers:
         Returns:
             What to pass to `wait`.
         """
+        coming, going = _cut(output, output_splits), _cut(input, input_splits)
+        coming[self.rank].copy_(going[self.rank])
+        return self.send(going, self.receive(coming))
+
+    def receive(self, coming: Sequence[torch.Tensor]) -> list[dist.Work]:
+        """Announces that this rank receives something.
+
+        Args:
+            coming: where the bytes of each rank go; uint8, contiguous. Less may come. Nothing
+                comes if it is empty, and from this rank itself. It must be left alone until the
+                `wait` that follows.
+
+        Returns:
+            What to pass to `send`.
+        """
         try:
-            return self._flights.begin(output, input, output_splits, input_splits)
+            return self._flights.receive(coming, self.number)
+        except RuntimeError as error:
+            raise self._diagnosis(error) from error
+
+    def send(self, going: Sequence[torch.Tensor], coming: list[dist.Work]) -> Flight:
+        """Begins to send something.
+
+        Args:
+            going: the bytes for each rank, likewise.
+            coming: what `receive` returned, to wait for both.
+
+        Returns:
+            What to pass to `wait`.
+        """
+        try:
+            return self._flights.send(going, coming, self.number)
         except RuntimeError as error:
             raise self._diagnosis(error) from error
 
@@ -273,6 +304,11 @@ class Peers:
         while (missing := self._board.missing(self.number)) and time.monotonic() < deadline:
             time.sleep(0.05)
         return missing
+
+
+def _cut(tensor: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+    ends = accumulate(lengths)
+    return [tensor[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
 def _first_line(error: BaseException) -> str:

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 
-from packhorse.wire.backend import torch
+from packhorse.wire.backend import dist, torch
 
 __all__ = ["Background", "Pending"]
 
 
-class Pending:
-    """A collective in the background. It has the methods of `torch.distributed.Work` that callers
-    use.
+class Pending(dist.Work):
+    """A collective in the background. PyTorch waits for it as for one of its own: FSDP2 does so
+    only for a `torch.distributed.Work`.
 
     Example:
         >>> def gather(collectives, output, input):
@@ -28,6 +28,7 @@ class Pending:
 
     def __init__(self, future: Future[None], result: torch.Tensor) -> None:
         """Private: collectives make them."""
+        super().__init__()
         self._future = future
         self._result = result
 

@@ -3,7 +3,7 @@
 A message is a head of 16 bytes and a body. The head holds, in this order:
 
     u32  CRC32C of the rest of the head, and of the body apart from a frame in it
-    u32  length of the message after the next one, to the same rank; 0 if there is none
+    u32  length of the message
     u8   kind of the body
     7    zeros
 
@@ -39,7 +39,15 @@ from packhorse.frame import Frame, compress_buffer, max_frame_nbytes, plan_buffe
 from packhorse.layout import DTYPE_BY_NAME, Level
 from packhorse.wire.repeats import Found, RowFinder, max_tokens_nbytes
 
-__all__ = ["HEAD_NBYTES", "Kind", "PieceEncoder", "capacity_of", "decode_piece", "finish", "peek"]
+__all__ = [
+    "HEAD_NBYTES",
+    "Kind",
+    "PieceEncoder",
+    "capacity_of",
+    "decode_piece",
+    "message_in",
+    "seal",
+]
 
 _HEAD = struct.Struct("<IIB7s")
 HEAD_NBYTES = _HEAD.size
@@ -101,7 +109,7 @@ class PieceEncoder:
         self._n_untried = 0
 
     def encode(self, part: ByteArray, start: int, memory: ByteArray, rank: int = 0) -> int:
-        """Makes the message of a piece, up to the length of a later message in it (`finish`).
+        """Makes the message of a piece.
 
         Args:
             part: all bytes that go to the receiver, up to the end of the piece.
@@ -119,10 +127,12 @@ class PieceEncoder:
         if not length:
             length = piece.size
             memory[HEAD_NBYTES : HEAD_NBYTES + length] = piece
-        _HEAD.pack_into(memory, 0, 0, 0, kind, _ZEROS)
+        length += HEAD_NBYTES
+        _HEAD.pack_into(memory, 0, 0, length, kind, _ZEROS)
+        seal(memory[:length])
         self.nbytes += piece.size
-        self.encoded_nbytes += HEAD_NBYTES + length
-        return HEAD_NBYTES + length
+        self.encoded_nbytes += length
+        return length
 
     def _pack(
         self, part: ByteArray, start: int, body: ByteArray, rank: int, level: Level
@@ -185,16 +195,9 @@ def _resized(plan: Plan, nbytes: int) -> Plan | None:
     return plan._replace(geometry=geometry, estimated_nbytes=estimate)
 
 
-def finish(message: ByteArray, next_nbytes: int) -> None:
-    """Completes a message.
-
-    Args:
-        message: as `PieceEncoder.encode` left it, without memory behind it.
-        next_nbytes: the length of the message that the head announces.
-    """
-    kind = message[8]
-    _HEAD.pack_into(message, 0, 0, next_nbytes, kind, _ZEROS)
-    _CRC.pack_into(message, 0, _crc_of(message, kind))
+def seal(message: ByteArray) -> None:
+    """Puts the checksum into a message, which is complete but for it."""
+    _CRC.pack_into(message, 0, _crc_of(message, message[8]))
 
 
 def _crc_of(message: ByteArray, kind: int) -> int:
@@ -207,11 +210,20 @@ def _crc_of(message: ByteArray, kind: int) -> int:
     return _core.crc32c(covered)
 
 
-def peek(message: ByteArray) -> int:
-    """The length that the head of a message announces. The head is not checked before
-    `decode_piece`, so the length may be anything."""
-    next_nbytes: int = _HEAD.unpack_from(message)[1]
-    return next_nbytes
+def message_in(memory: ByteArray, nbytes: int) -> ByteArray:
+    """The message at the beginning of some memory, whose end a receiver does not know.
+
+    Args:
+        memory: as it was received in; more may follow.
+        nbytes: of the piece in the message.
+
+    Raises:
+        CorruptionError: the message says that it has more bytes than one of such a piece can have.
+    """
+    length: int = _HEAD.unpack_from(memory)[1]
+    if not HEAD_NBYTES < length <= HEAD_NBYTES + nbytes:
+        raise CorruptionError(f"the message has {length} bytes, for a piece of {nbytes} bytes")
+    return memory[:length]
 
 
 def decode_piece(

@@ -2,8 +2,7 @@
 
 gloo moves small messages faster than large ones, so much data travels in pieces of at most 1 MiB
 for each rank. While a round is on its way, the next one is prepared and the one before is used.
-The sizes of a round must be known when it begins; with two rounds on their way, a message can carry
-the size of the one after the next.
+The sizes of a round must be known when it begins.
 
 The memory of the rounds is kept for the next operation: fresh pages cost more than packing.
 """
@@ -24,8 +23,7 @@ __all__ = ["DEPTH", "PIECE_NBYTES", "Rounds", "n_pieces_of", "piece_of"]
 
 PIECE_NBYTES = 1 << 20  # a multiple of the size of every element
 DEPTH = 2  # rounds on their way at once
-# Memory for rounds on their way, for the one that begins, and for those whose sizes it carries.
-_N_OUTGOING = 2 * DEPTH + 1
+_N_OUTGOING = DEPTH + 1  # for rounds on their way, and for the one that begins
 
 
 def n_pieces_of(nbytes: int) -> int:
@@ -52,8 +50,7 @@ class Rounds:
         self._incoming = [np.empty(0, np.uint8) for _ in range(DEPTH)]
 
     def outgoing(self, round_: int, nbytes: int) -> ByteArray:
-        """Memory to prepare the messages of a round in, of at least `nbytes` bytes. It may be
-        prepared as soon as `run` asks for the messages of `DEPTH` rounds before it."""
+        """Memory to prepare the messages of a round in, of at least `nbytes` bytes."""
         return _grown(self._outgoing, round_ % _N_OUTGOING, nbytes)
 
     def run(

@@ -7,13 +7,15 @@ other their times, and the slowest rank counts. All then know the same times, so
 conclusion, without a vote.
 
 The first call each way is not counted: it takes fresh memory. Then each way is timed three times,
-and ways that are close to the fastest up to four times more, because noise is often larger than
-what is between them.
+and ways that are close to the fastest, or that noise does not tell from it, up to twelve times.
+Another way than PyTorch's own must win by 2 %, and more often than by chance (`_is_clear`): a wrong
+choice costs more than a gain that was missed, and stays for long.
 
 Between trials, calls run the chosen way and nothing extra is sent. A trial costs what its slower
 calls lose. The next one comes after so many calls that all trials together take at most 1 % of the
 time, and never sooner than twice as many calls as the last time, up to 4096, unless the times have
-changed. Packing must win by 2 % to be chosen.
+changed, or a way seems faster and that is not clear yet. Times have changed if three in a row say
+so, not one.
 
 A rank tells its time of one call before the next one begins, in an *asking* exchange. It also lets
 all ranks begin the call to be timed at once, so that waiting for a late rank is not counted.
@@ -25,6 +27,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from math import sqrt
 from statistics import median
 from typing import NamedTuple
 
@@ -36,10 +39,13 @@ __all__ = ["Arm", "Choice", "Key", "Rates", "Row", "Selector", "predict", "table
 _MIN_GAIN = 0.02  # what another way than PyTorch's own must save
 _MAX_TRIAL_SHARE = 0.01  # of all time, that trials may lose
 _N_REPEATS = 3  # of each way in the first trial, after one that is not counted
-_N_KEPT = 7  # latest times of each way, and repeats of those that are close in the first trial
+_N_KEPT = 12  # latest times of each way, and the most repeats of a way in the first trial
+_N_CLOSE = 7  # repeats of those that are close in the first trial, at least
+_CLEAR = 1.64  # standard deviations of chance: one in twenty ways that are no faster seem so
 _CLOSE = 1.15  # ways that take up to so many times as long as the fastest
 _HOPELESS = 3  # a way that takes so many times as long is not timed again in a trial
 _CHANGED = 1.5  # times that differ by this factor from before are measured anew
+_N_DOUBTS = 3  # of which most must differ
 _MIN_CALLS, _MAX_CALLS = 32, 4096  # between trials
 _MIN_NBYTES = 4096  # less is not worth a trial
 
@@ -163,6 +169,7 @@ class _Course:
         self.times: dict[Arm, deque[float]] = {arm: deque(maxlen=_N_KEPT) for arm in arms}
         self.queue = _in_turn(arms, 1 + _N_REPEATS)
         self.cold = set(arms)  # ways that have not run yet
+        self.doubts: list[float] = []  # times of the way in use that differ from those before
         self.is_first = True  # the trial that goes on is the first one, or starts anew
         self.trial: list[tuple[Arm, float]] = []  # seconds for each byte
         self.timed: Arm | None = None  # its time is not told yet
@@ -176,22 +183,47 @@ class _Course:
     def tell(self, arm: Arm, seconds: float) -> None:
         """Takes note of a joint time."""
         time = seconds / max(self.nbytes, 1)
-        before = self.times[arm]
         if arm in self.cold:
             self.cold.remove(arm)
             return
-        if len(self.trial) < len(self.arms) and len(before) >= _N_REPEATS:
-            usual = median(before)
-            if not usual / _CHANGED <= time <= usual * _CHANGED and arm == self.arm:
-                self.restart()
+        if arm == self.arm and not self.is_first and self.doubt(time):
+            return
         self.times[arm].append(time)
         self.trial.append((arm, time))
         if len(self.trial) == len(self.arms):  # all were tried once
             possible = self.within(_HOPELESS)
             self.queue = deque(arm for arm in self.queue if arm in possible)
-        close = self.within(_CLOSE) if self.is_first and not self.queue else []
-        if len(close) > 1 and min(len(self.times[arm]) for arm in close) < _N_KEPT:
-            self.queue.extend(close)
+        if self.is_first and not self.queue:
+            self.queue.extend(self.unsure())
+
+    def doubt(self, time: float) -> bool:
+        """Whether a time of the way in use tells that times may have changed. Then the way is timed
+        again, and if most of three times say so, all ways are."""
+        usual = median(self.times[self.arm])
+        is_usual = usual / _CHANGED <= time <= usual * _CHANGED
+        if is_usual and not self.doubts:
+            return False
+        self.doubts.append(time)
+        if len(self.doubts) < _N_DOUBTS:
+            self.queue.appendleft(self.arm)
+            return True
+        time = median(self.doubts)
+        self.doubts.clear()
+        if not usual / _CHANGED <= time <= usual * _CHANGED:
+            self.restart()
+        return False
+
+    def unsure(self) -> list[Arm]:
+        """The ways that must be timed once more before a choice; none if it is clear."""
+        times, known = self.times, self.known()
+        chosen, close = _best_of(times), self.within(_CLOSE)
+        if len(close) > 1 and min(len(times[arm]) for arm in close) < _N_CLOSE:
+            return close
+        best = min(known, key=lambda arm: known[arm])
+        is_open = best != chosen and known[best] < known[chosen] * (1 - _MIN_GAIN)
+        if is_open and min(len(times[arm]) for arm in (best, chosen)) < _N_KEPT:
+            return [chosen, best]
+        return []
 
     def within(self, factor: float) -> list[Arm]:
         """The ways that usually take at most so many times as long as the fastest."""
@@ -215,11 +247,12 @@ class _Course:
     def settle(self) -> None:
         """Draws the conclusion of a trial."""
         known = self.known()
-        before, self.arm = self.arm, _best_of(known)
+        before, self.arm = self.arm, _best_of(self.times)
         self.why = _why(self.arm, known)
         best = known[self.arm]
         loss = sum(max(time - best, 0) for _, time in self.trial)
-        self.span = min(2 * self.span, _MAX_CALLS) if before == self.arm else _MIN_CALLS
+        is_sure = before == self.arm and min(known.values()) >= best * (1 - _MIN_GAIN)
+        self.span = min(2 * self.span, _MAX_CALLS) if is_sure else _MIN_CALLS
         self.calls_left = max(self.span, int(loss / best / _MAX_TRIAL_SHARE))
         self.trial.clear()
         self.queue = deque(self.arms)
@@ -233,13 +266,32 @@ def _in_turn(arms: Sequence[Arm], n_repeats: int) -> deque[Arm]:
     return deque(arms[(i + shift) % n] for shift in range(n_repeats) for i in range(n))
 
 
-def _best_of(known: Mapping[Arm, float]) -> Arm:
-    """The way to take; one that is not PyTorch's own must be clearly faster."""
+def _fastest(known: Mapping[Arm, float]) -> Arm:
+    """The way to take; one that is not PyTorch's own must be 2 % faster."""
     best = min(known)
     for arm in sorted(known):
         if known[arm] < known[best] * (1 - _MIN_GAIN):
             best = arm
     return best
+
+
+def _best_of(times: Mapping[Arm, Sequence[float]]) -> Arm:
+    """The way to take by what was measured; another than PyTorch's own must be clearly faster."""
+    first = min(arm for arm in times if times[arm])
+    possible = {
+        arm: median(found)
+        for arm, found in times.items()
+        if found and (arm == first or _is_clear(found, times[first]))
+    }
+    return _fastest(possible)
+
+
+def _is_clear(times: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether times are shorter than others more often than chance makes them (Mann, Whitney)."""
+    n, m = len(times), len(others)
+    n_shorter = sum(time < other for time in times for other in others)
+    deviation = sqrt((n + m + 1) / (12 * n * m))
+    return n_shorter / (n * m) >= min(0.5 + _CLEAR * deviation, 1)
 
 
 def _why(arm: Arm, known: Mapping[Arm, float]) -> str:
@@ -248,9 +300,11 @@ def _why(arm: Arm, known: Mapping[Arm, float]) -> str:
         return "the only way for these tensors"
     nearest = min(others, key=lambda other: others[other])
     ratio = others[nearest] / known[arm]
-    if ratio < 1:
+    if ratio >= 1:
+        return f"{ratio:.2f} times as fast as {nearest.name.lower()}"
+    if ratio >= 1 - _MIN_GAIN:
         return f"{nearest.name.lower()} saves {1 - ratio:.1%} only; {_MIN_GAIN:.0%} are needed"
-    return f"{ratio:.2f} times as fast as {nearest.name.lower()}"
+    return f"{nearest.name.lower()} seems to save {1 - ratio:.1%}, but times vary too much to tell"
 
 
 class Selector:
@@ -290,7 +344,7 @@ class Selector:
             size = 1 << (30 if key.size_class is None else key.size_class)
             times = predict(self._rates, int(size * self._share(key)))
             known = {arm: time for arm, time in times.items() if arm in course.arms}
-            course.arm = _best_of(known or {course.arm: 1.0})
+            course.arm = _fastest(known or {course.arm: 1.0})
             course.why = f"by the given rates: {_why(course.arm, known or {course.arm: 1.0})}"
             return Choice(course.arm)
         if not course.calls_left:

@@ -1,8 +1,8 @@
 """What every rank tells every other one before the pieces of an operation travel.
 
-A statement says which operation a rank is in, with which dtype and sizes, how long the first two
-messages to the receiver are, and how long earlier calls took it (selector.py). Every rank reads
-those of all others before any payload is sent, and refuses those that do not fit its own.
+A statement says which operation a rank is in, with which dtype and sizes, and how long earlier
+calls took it (selector.py). It travels alone, or before the first piece. Every rank reads those of
+all others before it uses any payload, and refuses those that do not fit its own.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ __all__ = [
     "check_sizes",
     "described",
     "exchange_statements",
+    "read_statements",
 ]
 
 ROOT_WORDS = ("the root",)  # what the argument of a broadcast means
 
-NBYTES = 136
+NBYTES = 128
 _MAGIC = b"PHWS"
 # magic, number of the operation, what it is, argument, arm, bytes to the receiver, bytes that all
-# ranks must state alike, rounds, lengths of the first two messages, seconds of the last call, bytes
-# of this call, its label
-_FIELDS = struct.Struct("<4sI40sHHQQIIIfQ40s")
+# ranks must state alike, escapes, seconds of the last call, bytes of this call, its label
+_FIELDS = struct.Struct("<4sI40sHHQQIfQ40s")
 _CRC = struct.Struct("<I")
 
 
@@ -49,9 +49,7 @@ class Statement(NamedTuple):
         arm: how the operation runs (`selector.Arm`).
         nbytes: bytes that go to the receiver, before packing.
         common: a size that must be the same on all ranks; 0 if there is none.
-        n_rounds: the most pieces that go to any rank.
-        first: the length of the first message to the receiver.
-        second: the length of the second one.
+        escapes: says how long the message is that goes to the receiver's device (device_ways.py).
         seconds: how long the last measured call took.
         total: bytes that the rank holds in this call, if it asks.
         label: what the caller calls it, if the rank asks.
@@ -63,9 +61,7 @@ class Statement(NamedTuple):
     arm: int
     nbytes: int
     common: int
-    n_rounds: int
-    first: int = 0
-    second: int = 0
+    escapes: int = 0
     seconds: float = 0.0
     total: int = 0
     label: str = ""
@@ -124,9 +120,22 @@ def exchange_statements(
         work = peers.begin(torch_ways.all_to_all, output, sent, lengths, lengths)
         peers.wait_on_device(work)
     found = output.cpu().numpy().tobytes()
-    stated = [
-        _read(peers, rank, found[rank * NBYTES : (rank + 1) * NBYTES]) for rank in range(peers.size)
-    ]
+    ends = range(NBYTES, len(found) + 1, NBYTES)
+    return read_statements(peers, [found[end - NBYTES : end] for end in ends], words)
+
+
+def read_statements(peers: Peers, texts: Sequence[bytes], words: Sequence[str]) -> list[Statement]:
+    """Reads and compares the statements of all ranks.
+
+    Args:
+        peers: the other ranks.
+        texts: the bytes of each rank's statement, this rank's own included.
+        words: as for `exchange_statements`.
+
+    Raises:
+        CorruptionError, CompatibilityError: as `exchange_statements`.
+    """
+    stated = [_read(peers, rank, text) for rank, text in enumerate(texts)]
     if len({_common_of(one) for one in stated}) > 1:
         agree_or_raise([_by_name(one, words) for one in stated])
     return stated

@@ -18,8 +18,9 @@ from packhorse.wire import torch_ways
 from packhorse.wire.backend import dist, torch
 from packhorse.wire.carrier import Carrier, Delivery, Effort
 from packhorse.wire.device_ways import DeviceWays, is_on_device
+from packhorse.wire.direct import Direct
 from packhorse.wire.dtypes import bytes_of, frame_dtype, tensor_of
-from packhorse.wire.rounds import PIECE_NBYTES, n_pieces_of, piece_of
+from packhorse.wire.rounds import piece_of
 from packhorse.wire.selector import Arm
 from packhorse.wire.statement import ROOT_WORDS, described
 from packhorse.wire.sums import OPERATIONS, REDUCTION_WORDS, reduce_into
@@ -40,7 +41,7 @@ class Ways:
         self._carrier = carrier
         self._peers = carrier.peers
         self._on_device = DeviceWays(carrier.peers)
-        self._scratch: list[ByteArray] = []
+        self._direct = Direct(carrier.peers)
 
     def _run(
         self, collective: Callable[..., dist.Work], tensor: torch.Tensor, *args: Any
@@ -53,10 +54,15 @@ class Ways:
             self._peers.wait(work)
         return Effort()
 
+    def _move(self, outgoing: Sequence[ByteArray], incoming: Sequence[ByteArray]) -> Effort:
+        """Moves bytes as they are."""
+        self._direct.move(outgoing, incoming)
+        return Effort()
+
     def _carry(self, delivery: Delivery, arm: Arm) -> Effort:
         if self._peers.size == 1:
             return Effort()
-        return self._carrier.deliver(delivery, arm, is_packed=arm == Arm.PACKED)
+        return self._carrier.deliver(delivery, arm)
 
     def all_to_all(
         self,
@@ -85,9 +91,13 @@ class Ways:
             return self._on_device.all_to_all(output, input, output_nbytes, input_nbytes)
         source, target = bytes_of(input), bytes_of(output)
         is_in_place = np.may_share_memory(source, target)  # then what comes changes what goes
+        if is_in_place and arm == Arm.PIECES:
+            source = source.copy()
         sent, received = _cut(source, input_nbytes), _cut(target, output_nbytes)
         np.copyto(received[peers.rank], sent[peers.rank])
         sent[peers.rank] = received[peers.rank] = _EMPTY
+        if arm == Arm.PIECES:
+            return self._move(sent, received)
         return self._carry(
             Delivery(
                 described("a2a", input.dtype), frame_dtype(input.dtype), sent,
@@ -115,6 +125,8 @@ class Ways:
         """Sends this rank's bytes to all others, and puts theirs in their places."""
         rank, size = self._peers.rank, self._peers.size
         outgoing = [_EMPTY if i == rank else mine for i in range(size)]
+        if arm == Arm.PIECES:
+            return self._move(outgoing, [_EMPTY if i == rank else parts[i] for i in range(size)])
         incoming = [0 if i == rank else part.size for i, part in enumerate(parts)]
         total = sum(part.size for part in parts)
         delivery = Delivery(
@@ -133,6 +145,9 @@ class Ways:
         rank, size, data = self._peers.rank, self._peers.size, bytes_of(tensor)
         is_root = rank == root
         outgoing = [data if is_root and i != rank else _EMPTY for i in range(size)]
+        if arm == Arm.PIECES:
+            coming = [data if i == root and not is_root else _EMPTY for i in range(size)]
+            return self._move(outgoing, coming)
         incoming = [data.size if i == root and not is_root else 0 for i in range(size)]
         delivery = Delivery(
             described("bc", tensor.dtype), frame_dtype(tensor.dtype), outgoing, incoming,
@@ -180,39 +195,38 @@ class Ways:
         """Sends a part to each rank, and reduces those that come with this rank's own. The result
         may lie in this rank's part."""
         rank, size = self._peers.rank, self._peers.size
-        own, scratch = parts[rank], self._memory(size)
+        own = parts[rank]
 
-        def piece(round_: int, source: int) -> ByteArray:
-            start, stop = piece_of(result.size, round_)
-            return scratch[source][: stop - start]
-
-        def place(round_: int, source: int) -> tuple[ByteArray, int]:
-            return piece(round_, source), 0
-
-        def reduce(round_: int) -> None:
+        def reduce(round_: int, pieces: Sequence[ByteArray]) -> None:
             start, stop = piece_of(result.size, round_)
             if start == stop:
                 return
-            np.copyto(piece(round_, rank), own[start:stop])
-            values = [tensor_of(piece(round_, source), like.dtype) for source in range(size)]
+            np.copyto(pieces[rank], own[start:stop])
+            values = [tensor_of(piece, like.dtype) for piece in pieces]
             reduce_into(tensor_of(result[start:stop], like.dtype), values, name)
 
-        if size == 1:
-            for round_ in range(n_pieces_of(result.size)):
-                reduce(round_)
         outgoing = [_EMPTY if i == rank else part for i, part in enumerate(parts)]
+        if arm == Arm.PIECES or size == 1:
+            self._direct.reduce(outgoing, result.size, reduce)
+            return Effort()
+
+        def pieces(round_: int) -> list[ByteArray]:
+            start, stop = piece_of(result.size, round_)
+            return [memory[: stop - start] for memory in self._direct.room(0)]
+
+        def place(round_: int, source: int) -> tuple[ByteArray, int]:
+            return pieces(round_)[source], 0
+
+        def after(round_: int) -> None:
+            reduce(round_, pieces(round_))
+
         incoming = [0 if i == rank else result.size for i in range(size)]
         delivery = Delivery(
-            described(what, like.dtype), frame_dtype(like.dtype), outgoing, incoming, place, reduce,
+            described(what, like.dtype), frame_dtype(like.dtype), outgoing, incoming, place, after,
             argument=OPERATIONS.index(name), words=REDUCTION_WORDS,
             common=sum(part.size for part in parts), row_nbytes=_row_nbytes(like),
         )  # fmt: skip
         return self._carry(delivery, arm)
-
-    def _memory(self, size: int) -> list[ByteArray]:
-        while len(self._scratch) < size:
-            self._scratch.append(np.empty(PIECE_NBYTES, np.uint8))
-        return self._scratch
 
 
 def _cut(data: ByteArray, lengths: Sequence[int]) -> list[ByteArray]:
