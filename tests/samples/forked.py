@@ -38,7 +38,10 @@ _PRELOADED = (
 def fork_context() -> ForkServerContext:
     """The context of such processes. Its server runs when this function returns."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([name for name in _PRELOADED if name in sys.modules])
+    names = [name for name in _PRELOADED if name in sys.modules]
+    if "torch" in names:
+        names.append("torch._dynamo")  # the first optimizer of a process imports it
+    context.set_forkserver_preload(names)
     # Up to Python 3.13 at least, a server does not get `sys.path`: it would not find the samples.
     before = os.environ.get("PYTHONPATH")
     here = str(Path(__file__).parent)
