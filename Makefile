@@ -194,8 +194,8 @@ build/tsan/threads: fuzz/threads.cpp fuzz/common.hpp $(wildcard csrc/*/*.hpp)
 
 # All that CI needs, at once: each install builds a wheel.
 .venv/.ci: .venv/.torch $(SOURCES)
-	@$(INSTALL) ".[test,bench,lint,fuzz]"
-	@touch .venv/.test .venv/.bench .venv/.lint .venv/.fuzz $@
+	@$(INSTALL) ".[test,bench,lint,fuzz,docs]"
+	@touch .venv/.test .venv/.bench .venv/.lint .venv/.fuzz .venv/.docs $@
 
 # The core for `make sanitize` replaces the installed one; removing the other stamps makes them install the usual one again.
 .venv/.sanitize: .venv/.torch $(SOURCES)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forked import run_forked
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -24,29 +25,40 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 EXAMPLE = EXAMPLES / "train_with_snapshots.py"
 
 
-def train(store: Path, *options: object) -> tuple[int, str, dict[int, str]]:
-    """Run the example. Returns its exit code, its first line, and the loss of each step as
-    printed."""
-    done = subprocess.run(
-        [sys.executable, EXAMPLE, store, *map(str, options)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    losses = re.findall(r"^step (\d+): loss (\S+)$", done.stdout, re.MULTILINE)
-    return done.returncode, done.stdout.partition("\n")[0], {int(n): loss for n, loss in losses}
+def run(example: Path, output: Path, *options: object) -> tuple[int, str]:
+    """Run an example as users do. Returns its exit code and what it printed."""
+    command = [sys.executable, str(example), *map(str, options)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with output.open("w") as file:
+        code = subprocess.run(command, env=environment, stdout=file, timeout=120).returncode
+    return code, output.read_text()
+
+
+def run_again(example: Path, output: Path, *options: object) -> tuple[int, str]:
+    """The same, in a process that need not import PyTorch again."""
+    return run_forked(example, output, *options), output.read_text()
+
+
+def losses_of(printed: str) -> dict[int, str]:
+    """The loss of each step as printed."""
+    return {int(n): loss for n, loss in re.findall(r"^step (\d+): loss (\S+)$", printed, re.M)}
 
 
 def test_a_killed_run_goes_on_to_the_identical_losses(tmp_path: Path) -> None:
     assert len(EXAMPLE.read_text().splitlines()) < 60
-    options = ("--steps", 60, "--every", 5)
-    code, _, whole = train(tmp_path / "whole", *options)
+    options, output = ("--steps", 60, "--every", 5), tmp_path / "printed"
+    code, printed = run(EXAMPLE, output, tmp_path / "whole", *options)
+    whole = losses_of(printed)
     assert code == 0
     assert list(whole) == list(range(1, 61))
 
-    code, _, first = train(tmp_path / "killed", *options, "--kill-at", 38)
+    code, printed = run_again(EXAMPLE, output, tmp_path / "killed", *options, "--kill-at", 38)
+    first = losses_of(printed)
     assert code == -9
     assert list(first) == list(range(1, 39))
     taken = SnapshotStore(tmp_path / "killed").names()
-    code, line, second = train(tmp_path / "killed", *options)
+    code, printed = run_again(EXAMPLE, output, tmp_path / "killed", *options)
+    line, second = printed.partition("\n")[0], losses_of(printed)
     assert code == 0
     assert line == f"resumed from {taken[-1]} of {len(taken)} snapshots"
     assert list(second)[-1] == 60
@@ -174,18 +186,13 @@ def test_embeddings_on_two_processes_learn(tmp_path: Path) -> None:
     example = EXAMPLES / "dlrm_exchange.py"
     assert len(example.read_text().splitlines()) < 60
 
-    def run(*options: str) -> tuple[float, int]:
-        done = subprocess.run(
-            [sys.executable, example, *options], capture_output=True, text=True, timeout=120,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        losses = re.findall(r"^step \d+: loss (\S+)$", done.stdout, re.MULTILINE)
-        (nbytes,) = re.findall(r"^([\d,]+) B sent in a step$", done.stdout, re.MULTILINE)
-        return float(losses[-1]), int(nbytes.replace(",", ""))
-
-    loss, nbytes = run()
-    bounded_loss, bounded_nbytes = run("--bounded")
+    found = []
+    for how, options in ((run, []), (run_again, ["--bounded"])):
+        code, printed = how(example, tmp_path / "printed", *options)
+        assert code == 0
+        (nbytes,) = re.findall(r"^([\d,]+) B sent in a step$", printed, re.MULTILINE)
+        found.append((float(losses_of(printed)[60]), int(nbytes.replace(",", ""))))
+    (loss, nbytes), (bounded_loss, bounded_nbytes) = found
     assert loss < 0.2
     assert abs(bounded_loss - loss) < 0.02
     assert bounded_nbytes < nbytes / 2.5

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from forked import fork_context
 from packed_rows import OpenRows
 from safetensors.numpy import save_file as save_plain
 from torch.utils.data import DataLoader
@@ -38,6 +39,8 @@ def run_script(
 
 @pytest.mark.parametrize("how", ["fork", "spawn", "forkserver"])
 def test_what_was_opened_before_goes_to_workers_of_a_data_loader(how: str, tmp_path: Path) -> None:
+    if how == "forkserver":
+        fork_context()  # all tests share the server
     rows = torch.arange(40, dtype=torch.float32).reshape(10, 4)
     path = tmp_path / "rows.ph.safetensors"
     ph_torch.save_file({"rows": rows}, path)

@@ -1,6 +1,5 @@
 """Checkpoints of several processes over gloo, of real models, and of processes that are killed."""
 
-import multiprocessing as mp
 import os
 import random
 import subprocess
@@ -35,6 +34,7 @@ from dcp_ranks import (
     train_and_save,
 )
 from dcp_samples import blank, load, patch, save, shards_of
+from forked import fork_context
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is ")
 
@@ -192,8 +192,7 @@ def test_ranks_build_upon_their_shards_and_are_resharded(ranks: Ranks, tmp_path:
 def test_a_killed_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     """A process that saves again and again is killed at a random moment. The checkpoint that it
     reported last, or the next one, must be there. `PACKHORSE_KILLS=100` kills 100 of them."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["packhorse.disk.dcp", "torch.distributed.fsdp"])
+    context = fork_context()
     save(numbered_state(0), tmp_path)
     rng = random.Random(1)
     last = 0

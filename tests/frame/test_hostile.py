@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Iterable
 from functools import cache
-from itertools import cycle
+from itertools import chain, cycle
 
 import numpy as np
 import pytest
@@ -88,17 +88,18 @@ def test_every_truncation_is_reported(name: str) -> None:
 
 
 def bits_of(name: str, n_real: int) -> Iterable[int]:
-    """All bits of a small frame; some bits of a real one, half of them in its first 256 bytes."""
-    n_bits = 8 * len(sample(name).frame)
+    """Of a small frame, all bits of the header and every third one of the payload, so that each
+    byte has some; of a real one, some bits, half of them in its first 256 bytes."""
+    n_bits, start = 8 * len(sample(name).frame), 8 * sample(name).payload_offset
     if name not in REAL:
-        return range(n_bits)
+        return chain(range(start), range(start, n_bits, 3))
     rng = random.Random(name)
     start = range(min(2048, n_bits))
     return [*rng.sample(start, n_real // 2), *rng.sample(range(n_bits), n_real // 2)]
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_every_flipped_bit_is_noticed(name: str) -> None:
+def test_flipped_bits_are_noticed(name: str) -> None:
     """The code paths take turns, as each computes checksums in its own way."""
     good = sample(name)
     for bit, isa in zip(bits_of(name, 1000), cycle(ISAS), strict=False):

@@ -8,7 +8,6 @@ text or plain data.
 from __future__ import annotations
 
 import hashlib
-import multiprocessing as mp
 import os
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from forked import fork_context
 from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
@@ -39,7 +39,7 @@ class Ranks:
     """The processes."""
 
     def __init__(self) -> None:
-        context = mp.get_context("spawn")
+        context = fork_context()
         self.results = context.Queue()
         self.jobs = [context.Queue() for _ in range(WORLD)]
         self.processes = [

@@ -7,7 +7,6 @@ which gets the arguments of the test; the process group is set up when it runs.
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import time
 import warnings
@@ -18,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_PRELOADED = ["torch", "torch.distributed.fsdp", "packhorse.wire.exchange", "wire_ranks"]
+from forked import fork_context
 
 
 class Outcome(NamedTuple):
@@ -57,8 +56,7 @@ def run_ranks(
         group_timeout: of the process group, in seconds.
         limit: after so many seconds all ranks are killed.
     """
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context = fork_context()
     pipes, processes = [], []
     name = f"{job.__module__}:{job.__qualname__}"
     for rank in range(size):

@@ -6,7 +6,6 @@ own pages have no checksums. `PACKHORSE_FLIPS=500 pytest tests/shelf/test_damage
 bits.
 """
 
-import multiprocessing
 import os
 import random
 import shutil
@@ -19,14 +18,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forked import fork_context
 from shelf_records import change_record, flip, records_of
 from shelf_workload import ModelTensor
 
 from packhorse.disk import Shelf
 from packhorse.errors import CompatibilityError, CorruptionError, PackhorseError
 
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["shelf_workload"])
 N_FLIPS = int(os.environ.get("PACKHORSE_FLIPS", "60"))
 
 
@@ -108,8 +106,8 @@ class Reader:
     def __call__(self, folder: Path, expected: dict[str, str]) -> str:
         """What comes of reading a damaged shelf."""
         if self._process is None:
-            self._connection, theirs = PROCESSES.Pipe()
-            self._process = PROCESSES.Process(target=serve, args=(theirs,), daemon=True)
+            self._connection, theirs = fork_context().Pipe()
+            self._process = fork_context().Process(target=serve, args=(theirs,), daemon=True)
             self._process.start()
             theirs.close()
         self._connection.send(folder)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from exchange_samples import DTYPES, random_array
+from forked import fork_context
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset, random_split
 
 from packhorse.disk import Shelf, ShelfDataset
@@ -92,8 +93,10 @@ def test_workers(shelf: Shelf, context: str) -> None:
     assert first != second
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", "forkserver"])
 def test_workers_see_the_tag_and_what_is_committed_later(shelf: Shelf, context: str) -> None:
+    if context == "forkserver":
+        fork_context()  # its server has imported PyTorch
     shelf.tag("then")
     old = ShelfDataset(shelf.at("then")["labels"])
     new = ShelfDataset(shelf["labels"])

@@ -1,6 +1,5 @@
 """The map of a shelf's file grows by itself, also beside readers."""
 
-import multiprocessing
 import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -8,12 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import fork_context
 
 from packhorse.disk import Shelf
 from packhorse.disk.shelf import environment
 
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["packhorse.disk", "numpy"])
 SMALL = 1 << 18
 
 
@@ -119,8 +117,8 @@ def test_another_process_lets_the_file_grow(tmp_path: Path) -> None:
     folder = str(tmp_path / "data.shelf")
     with Shelf(folder) as shelf:
         shelf["x"] = [1]
-        ours, theirs = PROCESSES.Pipe()
-        process = PROCESSES.Process(target=answer, args=(folder, theirs))
+        ours, theirs = fork_context().Pipe()
+        process = fork_context().Process(target=answer, args=(folder, theirs))
         process.start()
         assert ours.recv() <= 2 << 20
         fill(shelf)

@@ -3,26 +3,23 @@
 `PACKHORSE_KILLS=1000 pytest tests/shelf/test_killed.py` kills 1,000 writers.
 """
 
-import multiprocessing
 import os
 import random
 from collections import Counter
 from pathlib import Path
 
+from forked import fork_context
 from killed_writer import run_and_kill
 from shelf_workload import Ledger, Model, work_until_killed
 
 from packhorse.disk import Shelf
 
-# A process that has imported all it needs, and forks.
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["shelf_workload"])
 N_KILLS = int(os.environ.get("PACKHORSE_KILLS", "30"))
 
 
 def work(folder: Path, log: Path, seed: int, after_s: float) -> Ledger:
     """Let a writer begin, and kill it some time later."""
-    writer = PROCESSES.Process(target=work_until_killed, args=(str(folder), str(log), seed))
+    writer = fork_context().Process(target=work_until_killed, args=(str(folder), str(log), seed))
     return Ledger(run_and_kill(writer, log, after_s))
 
 

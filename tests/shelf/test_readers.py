@@ -3,7 +3,6 @@
 `PACKHORSE_READER_S=60 pytest tests/shelf/test_readers.py` goes on for a minute.
 """
 
-import multiprocessing
 import os
 import random
 import time
@@ -12,11 +11,10 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import numpy as np
+from forked import fork_context
 
 from packhorse.disk import Shelf
 
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["packhorse.disk", "numpy"])
 SECONDS = float(os.environ.get("PACKHORSE_READER_S", "4"))
 N_COLUMNS = 300
 
@@ -93,12 +91,12 @@ def test_two_readers_beside_a_writer(tmp_path: Path) -> None:
     folder = str(tmp_path / "data.shelf")
     with Shelf(folder) as shelf, shelf.transaction():
         shelf["a"], shelf["b"] = rows_of(0, 100), rows_of(0, 50)
-    until, committed = time.time() + SECONDS, PROCESSES.Value("q", 0)
-    counts = [PROCESSES.Value("q", 0) for _ in range(2)]
-    processes = [PROCESSES.Process(target=write, args=(folder, until, committed))]
+    until, committed = time.time() + SECONDS, fork_context().Value("q", 0)
+    counts = [fork_context().Value("q", 0) for _ in range(2)]
+    processes = [fork_context().Process(target=write, args=(folder, until, committed))]
     for seed, count in enumerate(counts):
         arguments = (folder, until, committed, seed, count)
-        processes.append(PROCESSES.Process(target=read, args=arguments))
+        processes.append(fork_context().Process(target=read, args=arguments))
     for process in processes:
         process.start()
     for process in processes:
@@ -126,8 +124,8 @@ def test_a_killed_reader_keeps_no_pages(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     with Shelf(folder) as shelf:
         shelf["x"] = np.zeros(1)
-    holds = PROCESSES.Event()
-    reader = PROCESSES.Process(target=hold, args=(str(folder), holds))
+    holds = fork_context().Event()
+    reader = fork_context().Process(target=hold, args=(str(folder), holds))
     reader.start()
     assert holds.wait(60)
     with Shelf(folder) as shelf:

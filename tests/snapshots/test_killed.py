@@ -4,21 +4,18 @@
 """
 
 import json
-import multiprocessing
 import os
 import random
 import shutil
 from pathlib import Path
 
+from forked import fork_context
 from killed_writer import run_and_kill
 from snapshot_child import make_state, write_until_killed
 from snapshot_ledger import Ledger
 
 from packhorse.disk import SnapshotStore
 
-# A process that has imported all it needs, and forks.
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["packhorse.disk"])
 N_KILLS = int(os.environ.get("PACKHORSE_KILLS", "30"))
 
 
@@ -29,7 +26,7 @@ def test_killed_writers_lose_nothing(tmp_path: Path) -> None:
     for i in range(N_KILLS):
         names, after_s = list(expected.seeds), rng.choice([0.005, 0.05, 0.3]) * rng.random()
         args = str(folder), str(tmp_path / "log"), rng.getrandbits(32), names
-        writer = PROCESSES.Process(target=write_until_killed, args=args)
+        writer = fork_context().Process(target=write_until_killed, args=args)
         lines = run_and_kill(writer, tmp_path / "log", after_s)
         kind = expected.read(lines)
         if kind is not None:
