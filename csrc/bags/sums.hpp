@@ -5,6 +5,7 @@
 #include <numeric>
 #include <vector>
 
+#include "common/dispatch.hpp"
 #include "common/parallel.hpp"
 
 namespace packhorse {
@@ -75,63 +76,87 @@ inline bool are_inside(const RowSums& sums, std::size_t n_order, std::size_t n_v
     return ascends && static_cast<uint64_t>(sums.starts[n_sums]) == n_order;
 }
 
-using FourFloats = float __attribute__((vector_size(16)));
+template <std::size_t kFloats>
+struct FloatsOf {
+    typedef float Type __attribute__((vector_size(4 * kFloats)));
+};
 
 // Rows this far ahead are asked for early.
 constexpr std::size_t kRowsAhead = 12;
 
-// Sums 4 * kVectors columns of a sum's places; the sums stay in registers.
-template <std::size_t kVectors>
-inline void sum_columns(const RowSums& sums, const Rows<const float>& rows, std::size_t n_places,
-                        std::size_t begin, std::size_t end, std::size_t column, float* dst) {
-    FourFloats total[kVectors];
+// Sums kVectors * kFloats columns of a sum's places; the sums stay in registers.
+template <std::size_t kVectors, std::size_t kFloats>
+PACKHORSE_INLINE void sum_columns(const RowSums& sums, const Rows<const float>& rows,
+                                  std::size_t n_places, std::size_t begin, std::size_t end,
+                                  std::size_t column, float* dst) {
+    using Floats = typename FloatsOf<kFloats>::Type;
+    constexpr std::size_t kColumns = kVectors * kFloats;
+    Floats total[kVectors];
 #pragma GCC unroll 8
-    for (std::size_t v = 0; v < kVectors; ++v) total[v] = FourFloats{};
+    for (std::size_t v = 0; v < kVectors; ++v) total[v] = Floats{};
     for (std::size_t place = begin; place < end; ++place) {
         if (place + kRowsAhead < n_places) {
             const float* const ahead = rows[sums.row(place + kRowsAhead)] + column;
 #pragma GCC unroll 2
-            for (std::size_t v = 0; v < kVectors; v += 4) __builtin_prefetch(ahead + 4 * v);
+            for (std::size_t c = 0; c < kColumns; c += 16) __builtin_prefetch(ahead + c);
         }
         const float* const row = rows[sums.row(place)] + column;
 #pragma GCC unroll 8
         for (std::size_t v = 0; v < kVectors; ++v) {
-            FourFloats part;
-            std::memcpy(&part, row + 4 * v, sizeof part);
+            Floats part;
+            std::memcpy(&part, row + kFloats * v, sizeof part);
             total[v] += part;
         }
     }
 #pragma GCC unroll 8
     for (std::size_t v = 0; v < kVectors; ++v)
-        std::memcpy(dst + column + 4 * v, &total[v], sizeof total[v]);
+        std::memcpy(dst + column + kFloats * v, &total[v], sizeof total[v]);
 }
 
-inline void sum_column(const RowSums& sums, const Rows<const float>& rows, std::size_t begin,
-                       std::size_t end, std::size_t column, float* dst) {
+PACKHORSE_INLINE void sum_column(const RowSums& sums, const Rows<const float>& rows,
+                                 std::size_t begin, std::size_t end, std::size_t column,
+                                 float* dst) {
     float total = 0;
     for (std::size_t place = begin; place < end; ++place) total += rows[sums.row(place)][column];
     dst[column] = total;
 }
 
+// Fills rows `first` to `stop` of `dst`. A register holds kFloats numbers.
+template <std::size_t kFloats>
+PACKHORSE_INLINE void sum_some_rows(const RowSums& sums, const Rows<const float>& rows,
+                                    const Rows<float>& dst, std::size_t n_places, std::size_t first,
+                                    std::size_t stop) {
+    for (std::size_t i = first; i < stop; ++i) {
+        const auto begin = static_cast<std::size_t>(sums.starts[i]);
+        const auto end = static_cast<std::size_t>(sums.starts[i + 1]);
+        std::size_t column = 0;
+        for (; column + 32 <= sums.width; column += 32)
+            sum_columns<32 / kFloats, kFloats>(sums, rows, n_places, begin, end, column, dst[i]);
+        for (; column + 4 <= sums.width; column += 4)
+            sum_columns<1, 4>(sums, rows, n_places, begin, end, column, dst[i]);
+        for (; column < sums.width; ++column) sum_column(sums, rows, begin, end, column, dst[i]);
+    }
+}
+
 // Fills `dst`, one row for each sum.
 inline void sum_rows(const RowSums& sums, const Rows<const float>& rows, const Rows<float>& dst,
-                     std::size_t threads) {
+                     std::size_t threads, Isa isa) {
     constexpr std::size_t kRun = 4096;  // sums for one thread
     const std::size_t n_runs = (dst.size() + kRun - 1) / kRun;
     const auto n_places = static_cast<std::size_t>(sums.starts[dst.size()]);
     parallel_for(n_runs, threads, [&](std::size_t, std::size_t run) {
         const std::size_t stop = std::min(dst.size(), (run + 1) * kRun);
-        for (std::size_t i = run * kRun; i < stop; ++i) {
-            const auto begin = static_cast<std::size_t>(sums.starts[i]);
-            const auto end = static_cast<std::size_t>(sums.starts[i + 1]);
-            std::size_t column = 0;
-            for (; column + 32 <= sums.width; column += 32)
-                sum_columns<8>(sums, rows, n_places, begin, end, column, dst[i]);
-            for (; column + 4 <= sums.width; column += 4)
-                sum_columns<1>(sums, rows, n_places, begin, end, column, dst[i]);
-            for (; column < sums.width; ++column)
-                sum_column(sums, rows, begin, end, column, dst[i]);
-        }
+        // Vectors wider than registers would spill.
+        if (isa >= Isa::kAvx512)
+            vectorised_wide(isa, [=, &rows, &dst]() PACKHORSE_VECTORISED {
+                sum_some_rows<16>(sums, rows, dst, n_places, run * kRun, stop);
+            });
+        else if (isa >= Isa::kAvx2)
+            vectorised(isa, [=, &rows, &dst]() PACKHORSE_VECTORISED {
+                sum_some_rows<8>(sums, rows, dst, n_places, run * kRun, stop);
+            });
+        else
+            sum_some_rows<4>(sums, rows, dst, n_places, run * kRun, stop);
     });
 }
 

@@ -69,7 +69,7 @@ inline void sum_rows_of_blocks(Addresses sources, Addresses source_counts, Integ
     require(starts.size() == dst.size() + 1, "starts must be one longer than there are sums");
     require(are_inside(sums, order.size(), via ? via->size() : 0, rows.size(), dst.size()),
             "an index is outside");
-    sum_rows(sums, rows, dst, std::max<std::size_t>(threads, 1));
+    sum_rows(sums, rows, dst, std::max<std::size_t>(threads, 1), choose_isa());
 }
 
 inline void pack_numbers(Integers numbers, uint32_t bits, WritableBytes dst) {

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from packhorse.errors import CorruptionError
 from packhorse.wire import ByteExchange
 
 SIZES = (0, 1, 63, 1000, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, (5 << 20) + 7)
@@ -74,3 +75,44 @@ def _misbehave(exchange: ByteExchange, parts: list[Any], how: str) -> None:
         parts[:] = [bytes(9 << 20)] * len(parts)
     if how == "leaves":
         raise RuntimeError("rank 1 leaves")
+
+
+def count_transfers(sizes: list[int]) -> list[int]:
+    """How many transfers each exchange took, of parts of one size after the other."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    exchange, counted = ByteExchange(timeout=30), [0]
+    plain = exchange._peers.all_to_all
+
+    def all_to_all(*args: Any) -> Any:
+        counted[0] += 1
+        return plain(*args)
+
+    exchange._peers.all_to_all = all_to_all  # type: ignore[method-assign]
+    found = []
+    for nbytes in sizes:
+        counted[0] = 0
+        theirs = exchange.exchange([bytes([rank]) * nbytes] * size)
+        assert [bytes(one) for one in theirs] == [bytes([i]) * nbytes for i in range(size)]
+        found.append(counted[0])
+    return found
+
+
+def flip_a_bit() -> str:
+    """The error after an exchange in which rank 1 damages the last byte that it sends."""
+    exchange = ByteExchange(timeout=30)
+    parts = [bytes(100)] * dist.get_world_size()
+    exchange.exchange(parts)
+    plain = exchange._peers.all_to_all
+
+    def all_to_all(output: Any, input: Any, *splits: Any) -> Any:
+        input[-1] ^= 1
+        return plain(output, input, *splits)
+
+    if dist.get_rank() == 1:
+        exchange._peers.all_to_all = all_to_all  # type: ignore[method-assign]
+    try:
+        for _ in range(2):  # a rank whose bytes are right hears of it in its next call
+            exchange.exchange(parts)
+    except CorruptionError as error:
+        return str(error)
+    return ""

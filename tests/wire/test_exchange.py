@@ -9,8 +9,20 @@ from wire_ranks import run_ranks, values
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_bytes_of_any_length_arrive(size: int, tmp_path: Path) -> None:
-    found = values(run_ranks(size, jobs.exchange_all, 4, store=tmp_path / "store"))
-    assert found == [[True] * 4] * size
+    found = values(run_ranks(size, jobs.exchange_all, 6, store=tmp_path / "store"))
+    assert found == [[True] * 6] * size
+
+
+def test_a_call_like_those_before_it_takes_one_transfer(tmp_path: Path) -> None:
+    piece = 1 << 20  # of a round, and the most for which a message has room
+    sizes = [0, 100, 100, 3, 101, 101, 0, 3 * piece, 3 * piece, piece]
+    found = values(run_ranks(3, jobs.count_transfers, sizes, store=tmp_path / "store"))
+    assert found == [[1, 2, 1, 1, 2, 1, 1, 4, 3, 1]] * 3
+
+
+def test_damaged_bytes_behind_a_statement_are_refused(tmp_path: Path) -> None:
+    for error in values(run_ranks(3, jobs.flip_a_bit, store=tmp_path / "store")):
+        assert error.startswith("the 100 bytes that rank 1 sent to rank ")
 
 
 def test_objects_and_groups_do_not_mix(tmp_path: Path) -> None:

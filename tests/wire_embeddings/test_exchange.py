@@ -5,9 +5,11 @@ from typing import Any
 
 import embedding_jobs as jobs
 import pytest
+import torch
 from wire_ranks import run_ranks, values
 
-from packhorse.wire.embeddings import Shard, Table, by_columns, on_rank
+from packhorse.wire.embeddings import Bags, Sending, Shard, Table, by_columns, by_rows, on_rank
+from packhorse.wire.embeddings.routes import Layout, route
 
 FEATURES = [0, 1, 2, 3, 2]  # the third table serves two
 
@@ -60,6 +62,21 @@ def test_a_failure_of_one_rank_reaches_all(how: str, tmp_path: Path) -> None:
     else:
         assert outcomes[1].exit_code == -9
         assert all(errors[i].startswith("PeerError: rank 1") for i in (0, 2))
+
+
+@pytest.mark.parametrize("sending", Sending)
+@pytest.mark.parametrize("wrong", [-1, 10])
+def test_an_id_outside_of_its_table_names_the_feature(sending: Sending, wrong: int) -> None:
+    tables = [on_rank("a", 20, 4, 0), by_rows("b", 10, 4, 2), by_columns("c", 10, 12, [0, 1])]
+    layout = Layout(tables, ["a", "b", "a", "c"], 2)
+    good = Bags(torch.tensor([1, 2, 0]), torch.tensor([0, 1, 3]))
+    bad = Bags(torch.tensor([1, 9, wrong]), torch.tensor([0, 1, 3]))
+    for feature in (1, 3):
+        batch = [bad if i == feature else good for i in range(4)]
+        with pytest.raises(
+            ValueError, match=rf"feature {feature} \(table [bc]\): ids are .* 0 to 9"
+        ):
+            route(layout, batch, [4.0] * 3, sending)
 
 
 def test_tables_that_are_not_covered_are_refused() -> None:

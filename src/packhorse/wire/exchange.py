@@ -1,8 +1,10 @@
 """Byte exchange: every rank gives every other rank some bytes, of any length.
 
-First each rank tells each other one, in a statement of 32 bytes, how many bytes come and what their
-checksum is. Then the bytes travel in rounds (rounds.py). A rank takes no more memory than
-`max_nbytes` for the bytes of another rank, whatever that one states.
+A message begins with a statement of 32 bytes: how many bytes come, and what their checksum is.
+The first bytes follow at once, as many as the receiver has room for: the longest message that this
+sender has sent it so far, which both know, at most a piece of a round. So calls like those before
+them take one message to each rank. Bytes behind these travel in rounds (rounds.py). A rank takes no
+more memory than `max_nbytes` for the bytes of another rank, whatever that one states.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ import numpy as np
 from packhorse import _core
 from packhorse.codecs.base import ByteArray, as_bytes
 from packhorse.errors import CompatibilityError, CorruptionError
-from packhorse.wire.backend import dist, torch
+from packhorse.wire.backend import dist
 from packhorse.wire.peers import Peers, as_timeout
-from packhorse.wire.rounds import Rounds, n_pieces_of, piece_of
+from packhorse.wire.rounds import PIECE_NBYTES, Rounds, n_pieces_of, piece_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -39,11 +41,12 @@ class _Statement(NamedTuple):
     number: int
     nbytes: int
     crc: int
-    most_rounds: int  # to any rank
+    most_rounds: int  # to any rank, of bytes for which there was no room
 
-    def to_bytes(self) -> bytes:
+    def to_array(self) -> ByteArray:
         text = _STATEMENT.pack(_MAGIC, *self)
-        return (text + _CRC.pack(_core.crc32c(text))).ljust(_STATEMENT_NBYTES, b"\0")
+        text = (text + _CRC.pack(_core.crc32c(text))).ljust(_STATEMENT_NBYTES, b"\0")
+        return np.frombuffer(text, np.uint8)
 
 
 class ByteExchange:
@@ -81,6 +84,9 @@ class ByteExchange:
         self._peers = Peers(group, as_timeout(timeout), {"object": "ByteExchange"})
         self._rounds = Rounds(self._peers)
         self._max_nbytes = max_nbytes
+        # Behind a statement, for the bytes from each rank here, and for those from here there.
+        self._room_here = [0] * self.size
+        self._room_there = [0] * self.size
 
     @property
     def rank(self) -> int:
@@ -119,25 +125,21 @@ class ByteExchange:
 
     def _exchange(self, views: list[ByteArray]) -> list[ByteArray]:
         rank = self.rank
-        stated = self._state(views)
-        received = [np.empty(statement.nbytes, np.uint8) for statement in stated]
-        received[rank][:] = views[rank]
+        stated, received = self._exchange_first(views)
+        rests = [view[room:] for view, room in zip(views, self._room_there, strict=True)]
+        missing = [part[room:] for part, room in zip(received, self._room_here, strict=True)]
+        rests[rank], missing[rank] = views[rank][:0], received[rank][:0]
 
         def prepare(round_: int) -> tuple[ByteArray, list[int]]:
-            pieces = [view[slice(*piece_of(view.size, round_))] for view in views]
-            pieces[rank] = pieces[rank][:0]
-            lengths = [piece.size for piece in pieces]
-            memory = self._rounds.outgoing(round_, sum(lengths))[: sum(lengths)]
-            return np.concatenate(pieces, out=memory), lengths
+            return self._joined(round_, [[r[slice(*piece_of(r.size, round_))]] for r in rests])
 
         def expect(round_: int) -> list[int]:
-            ends = [piece_of(part.size, round_) for part in received]
-            return [0 if i == rank else stop - start for i, (start, stop) in enumerate(ends)]
+            ends = [piece_of(part.size, round_) for part in missing]
+            return [stop - start for start, stop in ends]
 
         def use(round_: int, messages: Sequence[ByteArray]) -> None:
-            for i, message in enumerate(messages):
-                if i != rank:
-                    received[i][slice(*piece_of(received[i].size, round_))] = message
+            for part, message in zip(missing, messages, strict=True):
+                part[slice(*piece_of(part.size, round_))] = message
 
         self._rounds.run(max(one.most_rounds for one in stated), prepare, expect, use)
         for i, (part, statement) in enumerate(zip(received, stated, strict=True)):
@@ -146,28 +148,59 @@ class ByteExchange:
                     f"the {part.size} bytes that rank {i} sent to rank {rank} were damaged on "
                     "their way: their checksum does not match; exchange them again"
                 )
+        self._room_there = _grown(self._room_there, views)
+        self._room_here = _grown(self._room_here, received)
         return received
 
-    def _state(self, views: list[ByteArray]) -> list[_Statement]:
-        """Exchanges statements."""
-        peers = self._peers
-        n_rounds = max((n_pieces_of(view.size) for i, view in enumerate(views) if i != self.rank),
-                       default=0)  # fmt: skip
-        mine = [
-            _Statement(peers.number & 0xFFFFFFFF, view.size, _core.crc32c(view), n_rounds)
-            for view in views
-        ]
-        text = bytearray().join(statement.to_bytes() for statement in mine)
-        lengths = [_STATEMENT_NBYTES] * self.size
-        output = torch.empty(len(text), dtype=torch.uint8)
-        peers.wait(
-            peers.all_to_all(output, torch.frombuffer(text, dtype=torch.uint8), lengths, lengths)
-        )
-        found = output.numpy().tobytes()
-        return [
-            self._read(rank, found[rank * _STATEMENT_NBYTES : (rank + 1) * _STATEMENT_NBYTES])
-            for rank in range(self.size)
-        ]
+    def _exchange_first(self, views: list[ByteArray]) -> tuple[list[_Statement], list[ByteArray]]:
+        """Exchanges statements, and the bytes for which there is room.
+
+        Returns:
+            The statement of each rank, and memory for its bytes, in which the first ones are.
+        """
+        rank, number = self.rank, self._peers.number & 0xFFFFFFFF
+        rests = [view.size - room for view, room in zip(views, self._room_there, strict=True)]
+        rests[rank] = 0
+        n_rounds = n_pieces_of(max(0, *rests))
+        stated = [_Statement(number, view.size, _core.crc32c(view), n_rounds) for view in views]
+        received = [np.empty(0, np.uint8)] * self.size
+        received[rank] = views[rank].copy()
+
+        def prepare(round_: int) -> tuple[ByteArray, list[int]]:
+            messages = [
+                [] if i == rank else [statement.to_array(), view[:room]]
+                for i, (statement, view, room) in enumerate(
+                    zip(stated, views, self._room_there, strict=True)
+                )
+            ]
+            return self._joined(round_, messages)
+
+        def expect(round_: int) -> list[int]:
+            return [
+                0 if i == rank else _STATEMENT_NBYTES + room
+                for i, room in enumerate(self._room_here)
+            ]
+
+        def use(round_: int, messages: Sequence[ByteArray]) -> None:
+            for i, message in enumerate(messages):
+                if i == rank:
+                    continue
+                stated[i] = self._read(i, message[:_STATEMENT_NBYTES].tobytes())
+                received[i] = np.empty(stated[i].nbytes, np.uint8)
+                n_here = min(stated[i].nbytes, self._room_here[i])
+                received[i][:n_here] = message[_STATEMENT_NBYTES:][:n_here]
+
+        self._rounds.run(1, prepare, expect, use)
+        return stated, received
+
+    def _joined(
+        self, round_: int, messages: Sequence[Sequence[ByteArray]]
+    ) -> tuple[ByteArray, list[int]]:
+        """The messages of a round, each of some parts, one after the other; and their lengths."""
+        lengths = [sum(part.size for part in parts) for parts in messages]
+        memory = self._rounds.outgoing(round_, sum(lengths))[: sum(lengths)]
+        parts = [part for parts in messages for part in parts]
+        return np.concatenate(parts or [memory], out=memory), lengths
 
     def _read(self, rank: int, text: bytes) -> _Statement:
         """Checks the statement of a rank."""
@@ -190,3 +223,10 @@ class ByteExchange:
                 f"accepts {self._max_nbytes}; raise max_nbytes or send less"
             )
         return statement
+
+
+def _grown(room: Sequence[int], parts: Sequence[ByteArray]) -> list[int]:
+    """The room for parts that come after these."""
+    return [
+        max(before, min(part.size, PIECE_NBYTES)) for before, part in zip(room, parts, strict=True)
+    ]

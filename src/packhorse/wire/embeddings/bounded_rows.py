@@ -66,6 +66,7 @@ class BoundedRows:
         self._layout: Layout | None = None
         self._rank = 0
         self._lost: dict[int, Tensor] = {}  # by shard: [rows, width] of float32
+        self._memory = torch.empty(0)  # of one message's elements: fresh pages cost more than codes
 
     def attach(self, layout: Layout, rank: int) -> None:
         """Called once, by the exchange that uses it.
@@ -109,7 +110,7 @@ class BoundedRows:
             if len(message):
                 raise CorruptionError(f"{len(message)} bytes of rows came, none were asked for")
             return
-        flat = torch.empty(total, dtype=rows[0].dtype)
+        flat = self._scratch(total, rows[0].dtype)
         _decode(message, flat)
         for part, values in zip(rows, torch.split(flat, [p.numel() for p in rows]), strict=True):
             part.copy_(values.view_as(part))
@@ -151,7 +152,8 @@ class BoundedRows:
         fed_back = [self._has_feedback(piece) for piece in pieces]
         bounds = [self._bound(piece, part) for piece, part in zip(pieces, values, strict=True)]
         segments = [Segment(v.numel(), *b) for v, b in zip(values, bounds, strict=True)]
-        flat = torch.cat([part.reshape(-1) for part in values])
+        flat = self._scratch(sum(segment.n for segment in segments), values[0].dtype)
+        torch.cat([part.reshape(-1) for part in values], out=flat)
         rounding = Rounding.NEAREST if all(fed_back) else self.bounds.rounding
         message = encode_bounded(
             as_bytes(flat), NAMES[flat.dtype], segments, rounding=rounding, seed=self._seed(rank)
@@ -160,6 +162,12 @@ class BoundedRows:
         if any(fed_back):
             self._keep_lost(pieces, flat, message)
         return message
+
+    def _scratch(self, n: int, dtype: torch.dtype) -> Tensor:
+        """Memory for `n` elements, until it is asked for again."""
+        if self._memory.numel() < n or self._memory.dtype != dtype:
+            self._memory = torch.empty(n, dtype=dtype)
+        return self._memory[:n]
 
     def _bound(self, piece: Piece, rows: Tensor) -> Bound:
         assert self._layout is not None

@@ -161,7 +161,7 @@ class EmbeddingExchange:
         self.divide = divide
         self.sending = sending
         self.traffic = Traffic()
-        self._choices: list[Choice] = []
+        self._choices: Callable[[], list[Choice]] = list
 
     def _connect(
         self,
@@ -173,7 +173,7 @@ class EmbeddingExchange:
 
     def explain(self) -> list[Choice]:
         """How each table travelled in the last batch, and what was counted; `str` says it."""
-        return list(self._choices)
+        return self._choices()
 
     def plan(self, batch: Sequence[Bags]) -> Plan:
         """Tells the holders which rows this rank needs for a batch; all ranks call it.

@@ -11,7 +11,7 @@ the place of an id, and everything else stays. `Choice` says what was counted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -186,12 +186,13 @@ class Slots:
 class Route:
     """What a rank needs for a batch.
 
-    `slots` are by width, as `Layout.widths`; `wanted` by number of the shard; `choices` by table.
+    `slots` are by width, as `Layout.widths`; `wanted` by number of the shard; `choices` counts by
+    table what hardly anyone asks for.
     """
 
     slots: list[Slots]
     wanted: list[Wanted]
-    choices: list[Choice]
+    choices: Callable[[], list[Choice]]
     n_bags: list[int]  # of each feature
 
 
@@ -214,17 +215,22 @@ def route(
     tables = [layout.tables[table] for table in layout.features]
     for feature, bags in enumerate(batch):
         _check(feature, bags, tables[feature])
-    _check_ids(batch, tables)
     asked = [
         _may_pool(layout, t, batch, element_nbytes[t], sending) for t in range(len(layout.tables))
     ]
     pooled = [choice is not None and choice.pooled for choice in asked]
+    for table, is_pooled in enumerate(pooled):
+        if is_pooled:
+            _check_ids(layout, table, batch)
     wanted = [Wanted(torch.empty(0, dtype=torch.int64).numpy())] * len(layout.shards)
     slots = [_slots(layout, blocks, batch, pooled, wanted) for blocks in layout.blocks]
-    choices = [
-        choice or _distinct(layout, t, batch, wanted, element_nbytes[t])
-        for t, choice in enumerate(asked)
-    ]
+
+    def choices() -> list[Choice]:
+        return [
+            choice or _distinct(layout, t, batch, wanted, element_nbytes[t])
+            for t, choice in enumerate(asked)
+        ]
+
     return Route(slots, wanted, choices, [bags.n for bags in batch])
 
 
@@ -245,16 +251,22 @@ def _check(feature: int, bags: Bags, table: Table) -> None:
         raise ValueError(f"{where}: {list(weights.shape)} weights for {len(ids)} ids")
 
 
-def _check_ids(batch: Sequence[Bags], tables: Sequence[Table]) -> None:
-    """Refuses ids that are outside of the table of their feature."""
-    limits = [table.rows for table in tables]
-    _, wrong = join_ids([bags.ids for bags in batch], limits, [0] * len(limits))
+def _check_ids(layout: Layout, table: int, batch: Sequence[Bags]) -> None:
+    """Refuses ids that are outside of their table."""
+    features = layout.features_by_table[table]
+    limits = [layout.tables[table].rows] * len(features)
+    _, wrong = join_ids([batch[f].ids for f in features], limits, [0] * len(features))
     if wrong is not None:
-        low, high = (int(end) for end in batch[wrong].ids.aminmax())
-        raise ValueError(
-            f"feature {wrong} (table {tables[wrong].name}): ids are {low} to {high}; "
-            f"0 to {limits[wrong] - 1} are allowed"
-        )
+        _refuse_ids(layout, features[wrong], batch)
+
+
+def _refuse_ids(layout: Layout, feature: int, batch: Sequence[Bags]) -> None:
+    table = layout.tables[layout.features[feature]]
+    low, high = (int(end) for end in batch[feature].ids.aminmax())
+    raise ValueError(
+        f"feature {feature} (table {table.name}): ids are {low} to {high}; "
+        f"0 to {table.rows - 1} are allowed"
+    )
 
 
 def _may_pool(
@@ -263,14 +275,13 @@ def _may_pool(
     """Counts both ways for a table whose holder could add up; None for any other."""
     table = layout.tables[number]
     served = layout.served(number, batch)
+    has_several = any(bags.offsets is not None for bags in served)
+    if sending is Sending.DISTINCT or (sending is Sending.CHEAPER and not has_several):
+        return None
     n_ids = sum(len(bags.ids) for bags in served)
     n_bags = sum(bags.n_filled for bags in served)
     must = sending is Sending.BAGS and n_ids > 0
-    if (
-        sending is Sending.DISTINCT
-        or not _can_pool(table, served)
-        or (n_bags == n_ids and not must)
-    ):
+    if not _can_pool(table, served) or (n_bags == n_ids and not must):
         return None
     n_distinct = len(torch.unique(torch.cat([bags.ids for bags in served])))
     longest = max(int(bags.lengths.max()) for bags in served if len(bags.ids))
@@ -318,43 +329,61 @@ def _slots(
     ids: list[Tensor] = []
     limits: list[int] = []
     starts: list[int] = []  # of the keys of each feature
-    counts: list[Tensor] = []
+    features: list[int] = []
     weights: list[Tensor | None] = []
     bases: dict[int, int] = {}
     base = 0
     for block in blocks:
-        served = [batch[f] for f in layout.features_of(block)]
+        served = layout.served(block.table, batch)
         if pooled[block.table]:
             number = block.shards[0][0]
             bases[number] = base
             wanted[number] = _bags_wanted(served)
             rows = wanted[number].n
             ids.append(torch.arange(rows))
-            counts += [(bags.lengths > 0).long() for bags in served]
+            features += layout.features_of(block)[:1]
             weights.append(None)
         else:
             for number, shard in block.shards:
                 bases[number] = base + shard.rows[0]
             rows = layout.tables[block.table].rows
             ids += [bags.ids for bags in served]
-            counts += [bags.lengths for bags in served]
+            features += layout.features_of(block)
             weights += [bags.weights for bags in served]
         n_new = len(ids) - len(limits)
         limits += [rows] * n_new
         starts += [base] * n_new
         base += rows
-    keys, _ = join_ids(ids, limits, starts)
+    keys, wrong = join_ids(ids, limits, starts)
+    if wrong is not None:
+        _refuse_ids(layout, features[wrong], batch)
     grouping = group(keys)
     of_shard = _ranges(grouping.unique, bases)
+    unique = grouping.unique.numpy()
     for number, (start, stop) in of_shard.items():
         if not pooled[layout.table_of[number]]:
-            of_rows = grouping.unique[start:stop] - bases[number]
-            wanted[number] = Wanted(of_rows.numpy())
-    lengths = torch.cat(counts) if counts else torch.empty(0, dtype=torch.int64)
-    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    return Slots(
-        len(grouping.unique), of_shard, grouping, bags_of(offsets), offsets, _joined(weights, ids)
-    )
+            wanted[number] = Wanted(unique[start:stop] - bases[number])
+    offsets, bags = _places(layout, blocks, batch, pooled)
+    return Slots(len(grouping.unique), of_shard, grouping, bags, offsets, _joined(weights, ids))
+
+
+def _places(
+    layout: Layout, blocks: Sequence[Block], batch: Sequence[Bags], pooled: Sequence[bool]
+) -> tuple[Tensor, Tensor]:
+    """Where each bag starts among the keys, and the bag of each key."""
+    served = [
+        (bags, pooled[block.table])
+        for block in blocks
+        for bags in layout.served(block.table, batch)
+    ]
+    if all(bags.offsets is None for bags, _ in served):  # one key each, which is common
+        offsets = torch.arange(sum(bags.n for bags, _ in served) + 1)
+        return offsets, offsets[:-1]
+    counts = [
+        (bags.lengths > 0).long() if is_pooled else bags.lengths for bags, is_pooled in served
+    ]
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cat(counts).cumsum(0)])
+    return offsets, bags_of(offsets)
 
 
 def _bags_wanted(served: Sequence[Bags]) -> Wanted:

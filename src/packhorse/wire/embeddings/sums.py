@@ -139,7 +139,7 @@ def sum_blocks(
 def _places(blocks: Sequence[Tensor]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """The addresses of contiguous tensors, and how many rows each has."""
     addresses = np.array([block.data_ptr() for block in blocks], np.uint64)
-    return addresses, np.array([len(block) for block in blocks], np.uint64)
+    return addresses, np.array([block.size(0) for block in blocks], np.uint64)
 
 
 def join_ids(
