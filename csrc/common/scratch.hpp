@@ -41,13 +41,14 @@ class Scratch {
 
     uint8_t* get() const { return memory_.get(); }
 
+    static constexpr std::size_t kBlockNbytes = 6 << 20;
+
   private:
     struct Free {
         void operator()(uint8_t* memory) const { ::operator delete[](memory, kAlignment); }
     };
 
     static constexpr std::align_val_t kAlignment{64};
-    static constexpr std::size_t kBlockNbytes = 6 << 20;
     static constexpr std::size_t kMaxIdle = 8;
     // With memory checkers, each piece has exactly its own length.
 #if defined(__SANITIZE_ADDRESS__) || defined(PACKHORSE_EXACT_SCRATCH)
