@@ -166,11 +166,11 @@ def seal(frame: bytes) -> bytes:
     found = _decode(bytes(sealed))
     if found is not None:
         read, decoded = found
-        digest = read.digest_of(np.frombuffer(decoded, np.uint8))
-        sealed[_HASH : _HASH + len(digest)] = digest
         if read.has_sum and read.base_hash is not None and len(base) <= _MAX_CHECKED_NBYTES:
             check = base_check(read_header(bytes(sealed), None), base, bytes(decoded))
             struct.pack_into("<I", sealed, block + 20, check)
+        digest = read.digest_of(np.frombuffer(decoded, np.uint8))
+        sealed[_HASH : _HASH + len(digest)] = digest
         _seal_header(sealed, header_nbytes)
     return bytes(sealed)
 
