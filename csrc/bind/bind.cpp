@@ -349,6 +349,11 @@ SumPair content_sum_of(Bytes src, uint64_t first_byte, std::size_t threads) {
     return {sum.low, sum.high};
 }
 
+// The key of a word of a content sum.
+uint64_t key_of_word(uint64_t word) {
+    return content_key(word);
+}
+
 // Copies rows of one length. The caller keeps what lies at the addresses alive.
 void gather_rows_at(Addresses sources, WritableBytes dst) {
     const std::size_t n = sources.size();
@@ -461,6 +466,7 @@ NB_MODULE(_core, m) {
     m.def("copy_with_leaves", &copy_with_leaves, "src"_a, "dst"_a.noconvert(),
           "leaves"_a.noconvert());
     m.def("content_sum", &content_sum_of, "src"_a, "first_byte"_a, "threads"_a);
+    m.def("content_key", &key_of_word, "word"_a);
     m.def("gather_rows", &gather_rows_at, "sources"_a, "dst"_a.noconvert());
     m.def("add_to_moments", &add_rows_to_moments, "mean"_a.noconvert(), "squares"_a.noconvert(),
           "rows"_a, "count"_a);

@@ -11,7 +11,7 @@
 #include <optional>
 #include <vector>
 
-#include "common/huge_pages.hpp"
+#include "common/tensor_memory.hpp"
 #include "tensor/tensor.hpp"
 
 namespace packhorse {
@@ -92,12 +92,13 @@ class ChunkReader {
     Status compare(std::size_t chunk, ChunkChanges& out) {
         const uint8_t* units;
         const Status status = decode(chunk, true, units);
-        if (status == Status::kOk) compare_units(chunk, units, chunk_units(chunk), out);
+        if (status == Status::kOk) compare_units(chunk, units, out);
         return status;
     }
 
     // Finds what a patch writes to a chunk of the base, which is not cast, and how it changes the
-    // content sum of the base. A chunk of which many units change is decoded to `whole`.
+    // content sum of the base. A chunk of which many units change is decoded to its place in
+    // `whole`, which has room for the tensor.
     Status prepare(std::size_t chunk, uint8_t* whole, ChunkChanges& out, SumChange& change) {
         Status status = Status::kOk;
         switch (patch_kind(tensor_.row(chunk))) {
@@ -108,6 +109,7 @@ class ChunkReader {
                 if (status == Status::kOk) change = change_by(chunk, out);
                 return status;
             default:
+                whole += first_byte(chunk);
                 status = decode_to(chunk, true, whole);
                 if (status == Status::kOk)
                     change = content_sum_change(whole, base_of(chunk),
@@ -121,22 +123,19 @@ class ChunkReader {
     uint32_t unit_nbytes() const { return tensor_.geometry.spec.unit_nbytes; }
     std::size_t chunk_units(std::size_t chunk) const { return tensor_.geometry.units_of(chunk); }
 
-    // Lists the units that differ from those of the base. Returns false if there are more than
-    // `capacity`; then `out` is unchanged.
-    bool compare_units(std::size_t chunk, const uint8_t* units, std::size_t capacity,
-                       ChunkChanges& out) {
+    // Lists the units that differ from those of the base.
+    void compare_units(std::size_t chunk, const uint8_t* units, ChunkChanges& out) {
         const std::size_t n = chunk_units(chunk);
-        const std::size_t row = round_up((capacity + kSetUnits) * unit_nbytes(), 64);
-        const Scratch memory(round_up(4 * (capacity + kSetUnits), 64) + 2 * row);
+        const std::size_t row = round_up((n + kSetUnits) * unit_nbytes(), 64);
+        const Scratch memory(round_up(4 * (n + kSetUnits), 64) + 2 * row);
         SparseScratch rows{};
         rows.places = reinterpret_cast<uint32_t*>(memory.get());
-        rows.units = memory.get() + round_up(4 * (capacity + kSetUnits), 64);
+        rows.units = memory.get() + round_up(4 * (n + kSetUnits), 64);
         rows.bases = rows.units + row;
-        return with_units(unit_nbytes(), tensor_.base.is_float, [&]<class Unit, bool kFloat>() {
-            ChangeList<Unit> list(rows, capacity);
-            const bool fits = list.add(units, base_of(chunk), 0, n, isa_);
-            if (fits) out.take(list.changes());
-            return fits;
+        with_units(unit_nbytes(), tensor_.base.is_float, [&]<class Unit, bool kFloat>() {
+            ChangeList<Unit> list(rows, n);
+            list.add(units, base_of(chunk), 0, n, isa_);
+            out.take(list.changes());
         });
     }
 
@@ -188,7 +187,7 @@ struct TensorPatch {
     Geometry geometry;
     std::vector<ChunkChanges> chunks;
     std::vector<PatchKind> kinds;
-    HugePages whole = {};  // the tensor, with those chunks that are written as a whole
+    TensorMemory whole = {};  // the tensor, with those chunks that are written as a whole
 
     // Bytes of memory that the changes take.
     std::size_t nbytes() const {
@@ -284,8 +283,7 @@ inline DecodeResult patch_tensor(const EncodedTensor& tensor, uint8_t* target, s
 }
 
 // Checks and decodes a tensor that has a base, even if no chunk needs it, and no chunk of mode
-// zstd. The base is not cast and is only read. `change` says how the content
-// sum changes.
+// zstd. The base is not cast and is only read. `change` says how the content sum changes.
 inline DecodeResult prepare_patch(const EncodedTensor& tensor, std::size_t threads, Isa isa,
                                   TensorPatch& patch, SumChange& change) {
     const std::size_t n_chunks = tensor.geometry.n_chunks();
@@ -293,13 +291,11 @@ inline DecodeResult prepare_patch(const EncodedTensor& tensor, std::size_t threa
     for (std::size_t chunk = 0; chunk < n_chunks; ++chunk)
         patch.kinds.push_back(patch_kind(tensor.row(chunk)));
     if (std::find(patch.kinds.begin(), patch.kinds.end(), PatchKind::kUnits) != patch.kinds.end())
-        patch.whole = HugePages(tensor.geometry.nbytes());
+        patch.whole = TensorMemory(tensor.geometry.nbytes());
     std::vector<SumChange> changes(n_chunks);
     const DecodeResult result =
         read_chunks(tensor, threads, isa, [&](ChunkReader& reader, std::size_t chunk) {
-            const std::size_t at = chunk * tensor.geometry.chunk_nbytes();
-            return reader.prepare(chunk, patch.whole.get() + at, patch.chunks[chunk],
-                                  changes[chunk]);
+            return reader.prepare(chunk, patch.whole.get(), patch.chunks[chunk], changes[chunk]);
         });
     for (const SumChange& part : changes) change.add(part);
     return result;

@@ -21,18 +21,12 @@ __all__ = ["fork_context", "run_forked"]
 
 # Only NumPy starts threads when it is imported: those of its algebra, which are made for forks.
 _PRELOADED = (
-    *("numpy", "packhorse.disk", "torch", "torch.distributed.fsdp", "packhorse.disk.dcp"),
-    *("packhorse.wire.exchange", "packhorse.wire.embeddings", "torchrec", "packhorse.torchrec"),
-    *("killed_writer", "shelf_workload", "snapshot_child", "dcp_ranks", "wire_ranks", "wire_jobs"),
-    *(
-        "wire_device_jobs",
-        "wire_exchange_jobs",
-        "wire_fault_jobs",
-        "wire_training",
-        "embedding_jobs",
-        "torchrec_jobs",
-    ),
-)
+    "numpy", "packhorse.disk", "torch", "torch.distributed.fsdp", "packhorse.disk.dcp",
+    "packhorse.wire.exchange", "packhorse.wire.embeddings", "torchrec", "packhorse.torchrec",
+    "killed_writer", "shelf_workload", "snapshot_child", "dcp_ranks", "wire_ranks", "wire_jobs",
+    "wire_device_jobs", "wire_exchange_jobs", "wire_fault_jobs", "wire_training", "embedding_jobs",
+    "torchrec_jobs",
+)  # fmt: skip
 
 
 def fork_context() -> ForkServerContext:

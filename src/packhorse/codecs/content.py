@@ -126,10 +126,7 @@ def base_check(before: int) -> int:
     Returns:
         The check, of 32 bits.
     """
-    z = (before + 1) * 0x9E3779B97F4A7C15 & _SUM_MASK
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _SUM_MASK
-    z = (z ^ z >> 27) * 0x94D049BB133111EB & _SUM_MASK
-    return (z ^ z >> 31) >> 32
+    return _core.content_key(before) >> 32
 
 
 def changed_sum(digest: bytes, low: int, high: int) -> bytes:

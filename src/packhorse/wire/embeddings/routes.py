@@ -186,8 +186,8 @@ class Slots:
 class Route:
     """What a rank needs for a batch.
 
-    `slots` are by width, as `Layout.widths`; `wanted` by number of the shard; `choices` counts by
-    table what hardly anyone asks for.
+    `slots` are by width, as `Layout.widths`; `wanted` by number of the shard. `choices` counts,
+    when it is called, what each table took.
     """
 
     slots: list[Slots]

@@ -15,11 +15,11 @@
 namespace packhorse {
 
 // Of undefined content, aligned to 64 bytes. What is never touched takes no memory.
-class HugePages {
+class TensorMemory {
   public:
-    HugePages() = default;
+    TensorMemory() = default;
     // Throws std::bad_alloc.
-    explicit HugePages(std::size_t nbytes) {
+    explicit TensorMemory(std::size_t nbytes) {
         if (nbytes <= Scratch::kBlockNbytes) {
             small_ = Scratch(nbytes);
             return;
@@ -33,14 +33,14 @@ class HugePages {
         madvise(memory, nbytes, MADV_HUGEPAGE);
 #endif
     }
-    HugePages(HugePages&& other) noexcept { *this = std::move(other); }
-    HugePages& operator=(HugePages&& other) noexcept {
+    TensorMemory(TensorMemory&& other) noexcept { *this = std::move(other); }
+    TensorMemory& operator=(TensorMemory&& other) noexcept {
         std::swap(small_, other.small_);
         std::swap(memory_, other.memory_);
         std::swap(nbytes_, other.nbytes_);
         return *this;
     }
-    ~HugePages() {
+    ~TensorMemory() {
         if (memory_ != nullptr) munmap(memory_, nbytes_);
     }
 
