@@ -9,9 +9,13 @@ from hypothesis import strategies as st
 
 from packhorse import _core
 from packhorse.codecs.content import changed_sum, content_sum
+from packhorse.errors import BaseMismatchError
+from packhorse.frame import Frame
 from packhorse.frame.follow import Follower
-from packhorse.layout import DTYPES, Level
+from packhorse.frame.header import header_bytes
+from packhorse.layout import DTYPES, Level, Mode
 from packhorse.reference import content_sum as reference_sum
+from packhorse.reference import decode_frame
 
 LENGTHS = (0, 1, 2, 3, 4, 5, 31, 32, 33, 35, 1000, (1 << 18) + 7)
 
@@ -79,6 +83,33 @@ def test_sums_follow_from_changes(dtype: str, isa: str) -> None:
 
 def bits_of(dtype: str) -> int:
     return next(row.bits for row in DTYPES if row.name == dtype)
+
+
+def test_the_slow_decoder_finds_the_same_base_check() -> None:
+    """For a chunk of few changes, one of none, and one of many."""
+    chunk = 1 << 20
+    old = np.random.default_rng(1).standard_normal(chunk + 4000, np.float32).view(np.uint32) >> 16
+    old = old.astype(np.uint16).view(np.uint8)
+    new = old.copy()
+    new[:chunk:200] += 1
+    new[2 * chunk :: 2] += 1
+    follower = Follower("BF16", (old.size // 2,), np.empty_like(old), Level.DEFAULT)
+    follower.keep(old)
+    frame = follower.follow(new)
+    assert frame is not None
+    assert frame.prepare_patch(old) is not None
+    decoded = decode_frame(frame.to_bytes(), base=old.tobytes())
+    assert decoded.data == new.tobytes()
+    assert decoded.modes[:2] == ((Mode.SPARSE_DELTA,), (Mode.DELTA,))
+    assert decoded.modes[2] != (Mode.SPARSE_DELTA,)
+    header = frame.header
+    assert header.base is not None
+    lie = header._replace(base=header.base._replace(check=header.base.check ^ 1))
+    data = header_bytes(lie) + frame.to_bytes()[header.header_nbytes :]
+    with pytest.raises(BaseMismatchError, match="base check"):
+        decode_frame(data, base=old.tobytes())
+    with pytest.raises(BaseMismatchError, match="are not those of its base"):
+        Frame.from_buffer(data).prepare_patch(old)
 
 
 @settings(max_examples=200, deadline=None)
