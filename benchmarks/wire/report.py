@@ -122,7 +122,8 @@ def _conditions(result: Result) -> str:
     shaped = result["not_shaped"]
     dropped = sum(run["dropped"] for run in result["runs"])
     return (
-        f"Measured on {result['date']}, {result['rounds']} rounds, at most 3 at 100 Mb/s. "
+        f"Measured on {result['date']}, {result['rounds']} rounds, {3 * result['rounds']} "
+        "of a DLRM, at most 3 at 100 Mb/s. "
         f"{m['cpu']} "
         f"(family/model/stepping {m['family_model_stepping']}), {m['cores']} cores, "
         f"{m['memory_gib']} GiB.\n"
