@@ -72,8 +72,9 @@ bench: .venv/.bench .venv/.model ## time Packhorse and its rivals (all data: mak
 compat: .venv/.test ## run the Python tests of safetensors against Packhorse; pip fetches them
 	@$(PY) tests/compat/safetensors_suite.py $(ARGS)
 
-data: .venv/.bench ## fetch Fashion-MNIST (31 MB) for the benchmarks of packhorse.learn, into build/data
-	@$(PY) benchmarks/data/fashion_mnist.py $(ARGS)
+data: .venv/.bench ## fetch Fashion-MNIST (31 MB) and WordNet (10 MB) for benchmarks, into build/data
+	@$(PY) benchmarks/data/fashion_mnist.py
+	@$(PY) benchmarks/data/wordnet.py
 
 training: .venv/.bench ## make the training run of the benchmark data (17 minutes; make training ARGS=--resume goes on)
 	@$(PY) benchmarks/training.py $(ARGS)

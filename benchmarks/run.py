@@ -12,6 +12,7 @@ exits 1 if a ratio is below the one that the project promises.
 see snapshots/measure.py. `run.py shelf` measures arrays that live on disk: see shelf/measure.py.
 `run.py weights` measures weights in memory: see layers/weights.py;
 `run.py layers` measures layers that multiply with them: see layers/measure.py.
+`run.py host` measures tables in host memory: see host/measure.py.
 `run.py wire` measures collectives and weight updates between processes: see wire/measure.py.
 
 The process starts itself again with a malloc that keeps freed memory, since fresh pages cost more
@@ -37,6 +38,7 @@ from benchmarks.codecs.measure import Contender, compete, enter
 from benchmarks.common import figures
 from benchmarks.common.process import SIMD_VARIABLE, code_path, restart
 from benchmarks.data import sets
+from benchmarks.host import measure as host
 from benchmarks.layers import measure as layers
 from benchmarks.layers import weights
 from benchmarks.shelf import measure as shelf
@@ -79,6 +81,8 @@ def main(argv: list[str]) -> int:
         return weights.main(argv[1:])
     if argv[:1] == [layers.MODE]:
         return layers.main(argv[1:])
+    if argv[:1] == [host.MODE]:
+        return host.main(argv[1:])
     if argv[:1] == [wire.MODE]:
         return wire.main(argv[1:])
     args = _parse(argv)

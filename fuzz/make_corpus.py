@@ -57,6 +57,7 @@ from fuzz_request import HOLDERS
 from fuzz_update import weights as updated_weights
 from lying_frames import LIES
 from sample_store import build_store, catalogue_parts, checkpoint_manifests, snapshot_manifests
+from table_samples import named_tables
 
 __all__ = ["KINDS", "TARGETS", "modes_of", "seed_frames", "write_seeds"]
 
@@ -488,6 +489,23 @@ def weights_seeds() -> Seeds:
             yield name, head + breaks + make_units(kind, dtype, 2 * n_columns + 64)
 
 
+def tables_seeds() -> Seeds:
+    """Code path, threads, the fields of a format, breaks, values, elements."""
+    for n_columns in (5, 37):
+        for i, (name, (rows, format)) in enumerate(named_tables(12, n_columns).items()):
+            breaks = (b"", b"\0\0\0\1", b"\3\4\0\2\4\1\0\1")[i % 3]
+            size = format.element_nbytes.bit_length() - 1
+            flags = format.has_sign | format.has_row_value << 1
+            head = struct.pack(
+                "<4BH4BHBIB",
+                *(i % 4, i % 3, format.mode, size, format.n_columns - 1, format.code_bits),
+                *(format.rest_bits, format.shift, flags, format.capacity, i % 2),
+                *(format.background, len(breaks) // 4),
+            )
+            values = np.array(format.values, f"<u{format.element_nbytes}").tobytes()
+            yield f"{name.replace(' ', '-')}-{n_columns}", head + breaks + values + rows.tobytes()
+
+
 def bounded_seeds() -> Seeds:
     """What to do and threads; elements with numbers to encode them by, and messages and coded
     messages of such elements, with their models."""
@@ -524,6 +542,7 @@ TARGETS = {
     "decode_tensor": decode_tensor_seeds,
     "decode_plane": decode_plane_seeds,
     "round_trip": round_trip_seeds,
+    "tables": tables_seeds,
     "weights": weights_seeds,
     "frame": frame_seeds,
     "file": file_seeds,

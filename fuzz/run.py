@@ -73,6 +73,7 @@ TARGETS = (
     Target("plan", "plan.cpp", "decode_tensor"),
     Target("decode_plane", "decode_plane.cpp", "decode_plane"),
     Target("weights", "weights.cpp", "weights"),
+    Target("tables", "tables.cpp", "tables"),
     Target("bounded", "bounded.cpp", "bounded"),
     Target("frame", "fuzz_frame.py", "frame"),
     Target("reference", "fuzz_reference.py", "frame"),

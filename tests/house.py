@@ -146,6 +146,7 @@ LAYERS = {
     "errors": 0,
     "late_import": 0,
     "layout": 0,
+    "table_layout": 0,
     "process": 0,
     "threads": 0,
     "_core": 1,
@@ -274,8 +275,8 @@ def _uses(path: Path) -> Iterator[str]:
 # The C++ core: a folder may include those before it, and itself.
 
 CORE_FOLDERS = (
-    *("common", "planes", "rans", "chunk", "delta", "tensor", "rows", "bounded", "repeats"),
-    *("bags", "bind"),
+    *("common", "planes", "rans", "chunk", "delta", "tensor", "rows", "tables", "bounded"),
+    *("repeats", "bags", "bind"),
 )
 _INCLUDE = re.compile(r'^#include "([a-z_0-9]+)/', re.M)
 

@@ -38,6 +38,8 @@ THIRD_PARTY = {
     "reference": {"numpy", "xxhash", "zstandard"},
     "reference.bounded": {"ml_dtypes", "numpy"},
     "gpu": {"numpy", "torch", "triton"},
+    "host": {"numpy"},
+    "host.table": {"numpy", "torch"},
     "storage": {"numpy", "xxhash"},
     "disk": {"numpy", "xxhash", "zstandard"},
     "disk.dcp": {"fsspec", "numpy", "torch"},

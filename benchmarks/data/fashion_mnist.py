@@ -9,18 +9,22 @@ set (Xiao, Rasul and Vollgraf 2017; MIT licence) has MNIST's shape: 60,000 image
 """
 
 import gzip
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+# Run as a file, a command finds the package `benchmarks` only in the folder that holds it.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.data import debian_package
+
 PACKAGE = "dataset-fashion-mnist"
 FOLDER = Path(__file__).resolve().parents[2] / "build" / "data" / "fashion-mnist"
 SIDE = 28
+_INSIDE = "usr/share/datasets/fashion-mnist"
 HOW = "run: make data"
 _SHAPES = {"train": 60_000, "t10k": 10_000}
 _MAGIC = {"images": 0x803, "labels": 0x801}  # of files of bytes with three axes, and with one
@@ -78,23 +82,6 @@ def _read(part: str, what: str, n_axes: int) -> NDArray[np.uint8]:
     return np.frombuffer(data, np.uint8, offset=4 + 4 * n_axes).reshape(shape)
 
 
-def fetch(package: Path | None) -> None:
-    """Unpack the package into its folder.
-
-    Args:
-        package: the file; None to download it.
-    """
-    FOLDER.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=FOLDER.parent) as folder:
-        if package is None:
-            subprocess.run(["apt-get", "download", PACKAGE], cwd=folder, check=True)
-            package = next(Path(folder).glob("*.deb"))
-        subprocess.run(["dpkg-deb", "-x", package, folder], check=True)
-        found = Path(folder) / "usr" / "share" / "datasets" / "fashion-mnist"
-        if not FOLDER.exists():
-            found.rename(FOLDER)
-
-
 def main(argv: list[str]) -> int:
     """Fetch the set, unless it is there.
 
@@ -104,21 +91,11 @@ def main(argv: list[str]) -> int:
     Returns:
         The exit status.
     """
-    if is_there():
-        print(f"{FOLDER} is there already")
-        return 0
-    try:
-        fetch(Path(argv[0]) if argv else None)
-    except (OSError, subprocess.CalledProcessError) as error:
-        print(
-            f"{error}\nFashion-MNIST could not be fetched. On another system than Debian or "
-            f"Ubuntu, get the package {PACKAGE} from packages.debian.org, and give its file: "
-            "python benchmarks/data/fashion_mnist.py FILE.deb (dpkg-deb unpacks it)",
-            file=sys.stderr,
-        )
-        return 1
-    print(f"{FOLDER}: {len(load().images):,} images")
-    return 0
+    script = "benchmarks/data/fashion_mnist.py"
+    status = debian_package.main(PACKAGE, _INSIDE, FOLDER, script, argv)
+    if status == 0:
+        print(f"{FOLDER}: {len(load().images):,} images")
+    return status
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@
 #include "bind/bags.hpp"
 #include "bind/bounded.hpp"
 #include "bind/repeats.hpp"
+#include "bind/tables.hpp"
 #include "bind/tensors.hpp"
 #include "bind/weights.hpp"
 #include "common/advice.hpp"
@@ -474,6 +475,7 @@ NB_MODULE(_core, m) {
     m.def("plan_chunks", &plan_chunks, "payload"_a, "table"_a, "geometry"_a);
     m.def("zstd_frame_nbytes", &zstd_frame_nbytes_of, "src"_a, "header_nbytes"_a, "has_checksum"_a);
     bind_weights(m);
+    bind_tables(m);
     bind_bounded(m);
     bind_bags(m);
     bind_repeats(m);

@@ -2,11 +2,11 @@
 // a caller can force a path. A function marked PACKHORSE_AVX2 or PACKHORSE_AVX512 may be called
 // only if detect_isa() returns at least that.
 //
-// kAvx512 needs F, BW, DQ and VL (Skylake-X and later). kAvx512Vbmi2 needs VBMI2 as well (Ice Lake,
-// Zen 4 and later): it expands and compresses bytes, which puts units in the order by class and
-// back. Everything else is as with kAvx512. VBMI is not needed: the rANS decoder looks its tables
-// up with two-register permutes of 32-bit elements, which are AVX-512F, and nothing else gained
-// from byte permutes.
+// kAvx512 needs F, BW, DQ and VL (Skylake-X and later). kAvx512Vbmi2 needs VBMI and VBMI2 as well
+// (Ice Lake, Zen 4 and later): VBMI2 expands and compresses bytes, which puts units in the order by
+// class and back; VBMI looks bytes up in tables of 256 (csrc/tables). Everything else is as with
+// kAvx512: the rANS decoder looks its tables up with two-register permutes of 32-bit elements,
+// which are AVX-512F.
 #pragma once
 
 #if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
@@ -21,9 +21,10 @@
     __attribute__((                                                                  \
         target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi,bmi2,lzcnt,popcnt,sse4." \
                "2")))
-#define PACKHORSE_AVX512_VBMI2                                                                   \
-    __attribute__((                                                                              \
-        target("avx512vbmi2,avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi,bmi2,lzcnt,popcnt,sse4." \
+#define PACKHORSE_AVX512_VBMI2                                                                  \
+    __attribute__((                                                                             \
+        target("avx512vbmi,avx512vbmi2,avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi,bmi2,lzcnt," \
+               "popcnt,sse4."                                                                   \
                "2")))
 // For functions that need has_vpclmulqdq() as well.
 #define PACKHORSE_VPCLMULQDQ                                                         \
@@ -73,7 +74,9 @@ inline Isa detect_isa() {
     const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     if (avx2 && avx512)
-        return __builtin_cpu_supports("avx512vbmi2") ? Isa::kAvx512Vbmi2 : Isa::kAvx512;
+        return __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2")
+                   ? Isa::kAvx512Vbmi2
+                   : Isa::kAvx512;
     if (avx2) return Isa::kAvx2;
 #endif
     return Isa::kPortable;

@@ -219,6 +219,31 @@ def check_weights(
     n_columns: int,
 ) -> tuple[int, int, int, int]: ...
 
+_Words32 = NDArray[np.uint32]
+_Words64 = NDArray[np.uint64]
+
+def pack_table_rows(
+    fields: _Words64,
+    values: _Words64,
+    src: _Planes,
+    rows: _Planes,
+    counts: _Words32,
+    threads: int,
+) -> tuple[NDArray[np.uint16], _Bytes]: ...
+def gather_table_rows(
+    fields: _Words64,
+    values: _Words64,
+    rows: _Planes,
+    marks: _Words32,
+    ranks: _Words32,
+    starts: _Words32,
+    columns: NDArray[np.uint16],
+    elements: _Bytes,
+    ids: NDArray[np.int64],
+    dst: _Planes,
+    threads: int,
+) -> int: ...
+
 _Segments = Sequence[tuple[int, float, int, float]]  # n, bound, bits, center
 
 def max_bounded_nbytes(segments: _Segments, dtype_code: int) -> tuple[int, int, int, int]: ...

@@ -1,4 +1,5 @@
-"""Every constant of the format, in the order of docs/format.md, which is normative.
+"""Every constant of the format, in the order of docs/format.md, which is normative. (Those of
+section 14 are in table_layout.py.)
 
 No other module of the package writes a literal size, code or limit of the format. The C++ core has
 the same constants in `csrc/common/layout.hpp`. `tests/codecs/test_layout.py` compares the two, and

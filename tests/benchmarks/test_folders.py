@@ -17,9 +17,13 @@ ALLOWED = {
     "layers": {"common", "data", "codecs"},
     "gpu": {"common", "data", "codecs"},
     "shelf": {"common", "data", "codecs"},
+    "host": {"common", "data", "codecs"},
     "learn": {"common", "data"},
     "wire": {"common", "data", "codecs"},
-    "": {"common", "data", "codecs", "snapshots", "layers", "gpu", "shelf", "learn", "wire"},
+    "": {
+        *("common", "data", "codecs", "snapshots", "layers", "gpu", "shelf", "host", "learn"),
+        "wire",
+    },
 }
 
 

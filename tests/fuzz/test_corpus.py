@@ -116,7 +116,9 @@ def test_seeds_of_files_with_a_base_unpack() -> None:
         assert packhorse.numpy.load(data, base={"a": base}).keys() == {"a", "b"}
 
 
-@pytest.mark.parametrize("target", ["decode_tensor", "round_trip", "weights", "bounded", "file"])
+@pytest.mark.parametrize(
+    "target", ["decode_tensor", "round_trip", "weights", "tables", "bounded", "file"]
+)
 def test_every_target_has_seeds(target: str) -> None:
     assert len(seeds(target)) > 20
 

@@ -1,5 +1,16 @@
-"""The hop from the host to a GPU: memory of the host that GPUs read directly."""
+"""The hop from the host to a GPU: tables whose rows stay packed in memory of the host, and that
+memory."""
 
+from packhorse.codecs.table_plan import TableWay
 from packhorse.gpu.host_memory import HostMemory, MemoryKind, host_memory
+from packhorse.host.table import PackedTable, pack_table, plan_table
 
-__all__ = ["HostMemory", "MemoryKind", "host_memory"]
+__all__ = [
+    "HostMemory",
+    "MemoryKind",
+    "PackedTable",
+    "TableWay",
+    "host_memory",
+    "pack_table",
+    "plan_table",
+]

@@ -1,0 +1,1 @@
+"""Measurements of tables in host memory: `python benchmarks/run.py host`."""

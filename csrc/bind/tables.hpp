@@ -1,0 +1,125 @@
+// Bindings of tables in memory. Shapes and lengths are checked here; codecs/tables.py puts what is
+// wrong into words.
+#pragma once
+
+#include <nanobind/stl/tuple.h>
+
+#include <memory>
+#include <tuple>
+#include <vector>
+
+#include "bind/arguments.hpp"
+#include "bind/weights.hpp"
+#include "tables/gather.hpp"
+#include "tables/pack.hpp"
+
+namespace packhorse {
+
+// mode, element_nbytes, n_columns, rest_bits, shift, has_sign, capacity, background, has_row_value,
+// stride.
+constexpr std::size_t kTableFields = 10;
+
+inline TableShape table_shape(const Array<const uint64_t, 1>& fields,
+                              const Array<const uint64_t, 1>& values) {
+    require(fields.shape(0) == kTableFields, "a table has ten fields");
+    const std::size_t n_values = values.shape(0);
+    require(std::has_single_bit(n_values) && n_values <= kMaxTableValues,
+            "there must be 1, 2, 4 ... 256 values");
+    const uint64_t* const at = fields.data();
+    require(at[0] <= 3, "there is no such mode");
+    for (const std::size_t i : {1, 2, 3, 4, 6, 9})
+        require(at[i] <= UINT32_MAX, "a field is out of range");
+    TableShape shape{static_cast<TableMode>(at[0]),
+                     static_cast<uint32_t>(at[1]),
+                     at[2],
+                     static_cast<uint32_t>(std::countr_zero(n_values)),
+                     static_cast<uint32_t>(at[3]),
+                     static_cast<uint32_t>(at[4]),
+                     at[5] != 0,
+                     at[6],
+                     at[7],
+                     at[8] != 0,
+                     at[9],
+                     {}};
+    std::copy_n(values.data(), n_values, shape.values);
+    require(shape.fits(), "the fields of the table do not fit each other");
+    return shape;
+}
+
+// An array that Python owns, of the joined parts of several lists.
+template <class T, class Part>
+auto join_parts(const std::vector<TableExceptionList>& lists, const Part& part) {
+    std::size_t n = 0;
+    for (const TableExceptionList& list : lists) n += part(list).size();
+    auto joined = std::make_unique<T[]>(n);
+    T* end = joined.get();
+    for (const TableExceptionList& list : lists)
+        end = std::copy(part(list).begin(), part(list).end(), end);
+    T* const memory = joined.release();
+    nb::capsule owner(memory, [](void* p) noexcept { delete[] static_cast<T*>(p); });
+    return nb::ndarray<nb::numpy, T, nb::ndim<1>>(memory, {n}, owner);
+}
+
+// Packs rows. Returns the columns and the bytes of their exceptions.
+inline auto pack_table_rows(Array<const uint64_t, 1> fields, Array<const uint64_t, 1> values,
+                            Array<const uint8_t, 2> src, Array<uint8_t, 2> rows,
+                            Array<uint32_t, 1> counts, std::size_t threads) {
+    const Isa isa = choose_isa();
+    const TableShape shape = table_shape(fields, values);
+    const std::size_t n_rows = src.shape(0);
+    require(src.shape(1) == shape.row_nbytes(), "the rows have another length");
+    require(rows.shape(0) == n_rows && rows.shape(1) == shape.stride && counts.shape(0) == n_rows,
+            "there must be a packed row and a count for each row");
+    const std::vector<TableExceptionList> lists =
+        with_elements(shape.element_nbytes, [&]<class U>() {
+            const ReleasedGil released(src.nbytes());
+            return pack_rows_of<U>(shape, src.data(), n_rows, rows.data(), counts.data(), threads,
+                                   isa);
+        });
+    return std::make_tuple(
+        join_parts<uint16_t>(lists, [](const auto& list) -> const auto& { return list.columns; }),
+        join_parts<uint8_t>(lists, [](const auto& list) -> const auto& { return list.elements; }));
+}
+
+// Gathers rows. Returns the position of the first id that is not a row; the number of ids if all
+// are. Then all rows were gathered, otherwise none.
+inline std::size_t gather_table_rows(Array<const uint64_t, 1> fields,
+                                     Array<const uint64_t, 1> values, Array<const uint8_t, 2> rows,
+                                     Array<const uint32_t, 1> marks, Array<const uint32_t, 1> ranks,
+                                     Array<const uint32_t, 1> starts,
+                                     Array<const uint16_t, 1> columns,
+                                     Array<const uint8_t, 1> elements, Array<const int64_t, 1> ids,
+                                     Array<uint8_t, 2> dst, std::size_t threads) {
+    const Isa isa = choose_isa();
+    const TableShape shape = table_shape(fields, values);
+    const std::size_t n_rows = rows.shape(0), n_words = (n_rows + 31) / 32, n = ids.shape(0);
+    require(rows.shape(1) == shape.stride, "the rows have another stride");
+    require(marks.shape(0) == n_words && ranks.shape(0) == n_words,
+            "there must be a mark for each row, and a rank for 32");
+    require(starts.shape(0) >= 1 && elements.shape(0) == columns.shape(0) * shape.element_nbytes,
+            "the exceptions do not fit each other");
+    require(dst.shape(0) == n && dst.shape(1) == shape.row_nbytes(),
+            "there must be an output row for each id");
+    const TableRows from{rows.data(),
+                         {marks.data(), ranks.data(), starts.data(), columns.data(),
+                          elements.data(), starts.shape(0) - 1, columns.shape(0)}};
+    const ReleasedGil released(dst.nbytes());
+    const std::size_t bad = find_bad_id(ids.data(), n, n_rows);
+    if (bad != n) return bad;
+    with_elements(shape.element_nbytes, [&]<class U>() {
+        gather_rows<U>(shape, from, ids.data(), 0, n, dst.data(), threads, isa);
+    });
+    return n;
+}
+
+inline void bind_tables(nb::module_& m) {
+    using namespace nb::literals;
+    m.def("pack_table_rows", &pack_table_rows, "fields"_a.noconvert(), "values"_a.noconvert(),
+          "src"_a.noconvert(), "rows"_a.noconvert(), "counts"_a.noconvert(), "threads"_a);
+    m.def("gather_table_rows", &gather_table_rows, "fields"_a.noconvert(), "values"_a.noconvert(),
+          "rows"_a.noconvert(), "marks"_a.noconvert(), "ranks"_a.noconvert(),
+          "starts"_a.noconvert(), "columns"_a.noconvert(), "elements"_a.noconvert(),
+          "ids"_a.noconvert(), "dst"_a.noconvert(), "threads"_a);
+}
+
+}  // namespace packhorse

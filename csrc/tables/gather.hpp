@@ -1,0 +1,275 @@
+// Gathers rows of a packed table.
+#pragma once
+
+#include "common/parallel.hpp"
+#include "common/scratch.hpp"
+#include "tables/bytes_avx2.hpp"
+#include "tables/dense_avx2.hpp"
+#include "tables/dense_avx512.hpp"
+#include "tables/indices_avx512.hpp"
+
+namespace packhorse {
+
+template <class U>
+inline void join_planes(const TablePlanes& planes, const TableElements<U>& table, uint8_t* dst,
+                        Isa isa) {
+    std::size_t done = 0;
+#if PACKHORSE_X86
+    if (table.code_bits <= 4) {
+        if (isa >= Isa::kAvx512) return join_planes_avx512(planes, table, dst);
+        if constexpr (sizeof(U) == 2 || sizeof(U) == 4)
+            if (isa >= Isa::kAvx2) done = join_planes_avx2(planes, table, dst);
+    }
+#endif
+    (void)isa;
+    join_planes_portable(planes, table, done, dst);
+}
+
+// What all rows of a gather share.
+template <class U>
+struct TableReader {
+    const TableShape& shape;
+    TableElements<U> table;
+    Isa isa;
+    ValueBytes value_bytes{};
+    bool has_bytes;
+#if PACKHORSE_X86
+    // Elements of 32 bits with indices of 8 bits.
+    alignas(64) unsigned char indexed_memory[sizeof(IndexedBytes)];
+    const IndexedBytes* indexed = nullptr;
+#endif
+
+    TableReader(const TableShape& of, Isa which)
+        : shape(of), table(of), isa(which), has_bytes(has_byte_rests<U>(of)) {
+        if (has_bytes) value_bytes = part_values(table);
+#if PACKHORSE_X86
+        if constexpr (sizeof(U) == 4)
+            if (of.code_bits == 8 && of.rest_bits == 0 && isa >= Isa::kAvx512Vbmi2)
+                indexed = new (indexed_memory) IndexedBytes(table);
+#endif
+    }
+};
+
+#if PACKHORSE_X86
+
+// Calls join_bytes_avx2 for the number of whole bytes of the rest.
+template <class U, class Codes>
+PACKHORSE_AVX2 inline void join_bytes(const ColumnSpan& span, uint32_t n_whole,
+                                      const ValueBytes& values, const Codes& codes) {
+    if constexpr (sizeof(U) == 2) {
+        join_bytes_avx2<U, 1>(span, values, codes);
+    } else if constexpr (sizeof(U) == 4) {
+        if (n_whole == 1) return join_bytes_avx2<U, 1>(span, values, codes);
+        if (n_whole == 2) return join_bytes_avx2<U, 2>(span, values, codes);
+        join_bytes_avx2<U, 3>(span, values, codes);
+    }
+    (void)n_whole;
+}
+
+// Both halves of a row whose codes have 4 bits, with 32 columns each at least.
+template <class U>
+PACKHORSE_AVX2 inline void join_nibbles(const TableReader<U>& reader, const uint8_t* row,
+                                        const uint8_t* narrow, uint8_t* dst) {
+    const std::size_t n = reader.shape.n_columns, half = narrow_nbytes(4, n);
+    const uint32_t n_whole = reader.shape.n_whole();
+    const ValueBytes& values = reader.value_bytes;
+    join_bytes<U>({row, n, 0, half, dst}, n_whole, values, NibbleCodesAvx2<false>{narrow});
+    join_bytes<U>({row, n, half, n - half, dst}, n_whole, values, NibbleCodesAvx2<true>{narrow});
+}
+
+#endif
+
+// `scratch` has n_columns bytes.
+template <class U>
+inline void gather_dense(const TableReader<U>& reader, const uint8_t* row, uint8_t* dst,
+                         uint8_t* scratch) {
+    const TableShape& shape = reader.shape;
+    const Isa isa = reader.isa;
+    const std::size_t n = shape.n_columns;
+    const uint8_t* const narrow = row + n * shape.n_whole();
+    const uint32_t bits = shape.narrow_bits();
+#if PACKHORSE_X86
+    if (reader.has_bytes && bits == 4 && n >= 72 && isa >= Isa::kAvx2)
+        return join_nibbles(reader, row, narrow, dst);
+    if (reader.indexed != nullptr) return look_up_dense_avx512(row, n, *reader.indexed, dst);
+#endif
+    if (shape.code_bits == 8 && shape.rest_bits == 0) {
+        for (std::size_t c = 0; c < n; ++c) store(dst + sizeof(U) * c, reader.table.values[row[c]]);
+        return;
+    }
+    with_narrow(bits, [&]<uint32_t kNarrow>() {
+        vectorised_wide(isa,
+                        [=]() PACKHORSE_VECTORISED { unpack_narrow<kNarrow>(narrow, n, scratch); });
+    });
+#if PACKHORSE_X86
+    if (reader.has_bytes && n >= 32 && isa >= Isa::kAvx2)
+        return join_bytes<U>({row, n, 0, n, dst}, shape.n_whole(), reader.value_bytes,
+                             ByteCodesAvx2{scratch});
+#endif
+    join_planes<U>({row, shape.n_whole(), bits == 0 ? nullptr : scratch, n}, reader.table, dst,
+                   isa);
+}
+
+template <class U>
+inline void fill_background(uint8_t* dst, std::size_t n, U background, Isa isa) {
+    if (background == 0) {
+        std::memset(dst, 0, n * sizeof(U));
+        return;
+    }
+    vectorised_wide(isa, [=]() PACKHORSE_VECTORISED {
+        for (std::size_t c = 0; c < n; ++c) store(dst + sizeof(U) * c, background);
+    });
+}
+
+// Kinds of elements that a sparse row stores. Each reads an element at `at`.
+template <class U>
+struct SameElement {
+    U element;
+    static constexpr std::size_t kNbytes = 0;
+    PACKHORSE_INLINE U load_at(const uint8_t*) const { return element; }
+};
+
+template <class U>
+struct IndexedElement {
+    const U* values;
+    static constexpr std::size_t kNbytes = 1;
+    PACKHORSE_INLINE U load_at(const uint8_t* at) const { return values[*at]; }
+};
+
+// A packed element of 8 bits that has a code and a rest.
+template <class U>
+struct NarrowElement {
+    const TableElements<U>& table;
+    static constexpr std::size_t kNbytes = 1;
+    PACKHORSE_INLINE U load_at(const uint8_t* at) const {
+        return table.element(static_cast<U>(*at));
+    }
+};
+
+template <class U>
+struct PackedElement {
+    const TableElements<U>& table;
+    static constexpr std::size_t kNbytes = sizeof(U);
+    PACKHORSE_INLINE U load_at(const uint8_t* at) const { return table.element(load<U>(at)); }
+};
+
+template <class U, class Stored>
+inline void gather_list(const TableShape& shape, const Stored& stored, const uint8_t* entry,
+                        uint8_t* dst) {
+    for (std::size_t k = 0; k < shape.capacity; ++k, entry += 2 + Stored::kNbytes) {
+        const std::size_t column = load<uint16_t>(entry);
+        if (column >= shape.n_columns) return;  // the end of the list
+        store(dst + sizeof(U) * column, stored.load_at(entry + 2));
+    }
+}
+
+template <class U, class Stored>
+inline void gather_bitmap(const TableShape& shape, const Stored& stored, const uint8_t* bitmap,
+                          uint8_t* dst) {
+    const uint8_t* at = bitmap + shape.bitmap_nbytes();
+    std::size_t left = shape.capacity;
+    for (std::size_t first = 0; first < shape.n_columns; first += 64) {
+        const std::size_t n = std::min<std::size_t>(64, shape.n_columns - first);
+        uint64_t word = load<uint64_t>(bitmap + first / 8);
+        if (n < 64) word &= (uint64_t{1} << n) - 1;
+        auto count = std::min(static_cast<std::size_t>(std::popcount(word)), left);
+        left -= count;
+        uint8_t* const to = dst + sizeof(U) * first;
+        for (; count != 0; --count, word &= word - 1, at += Stored::kNbytes)
+            store(to + sizeof(U) * static_cast<std::size_t>(std::countr_zero(word)),
+                  stored.load_at(at));
+    }
+}
+
+template <class U>
+inline void gather_sparse(const TableReader<U>& reader, const uint8_t* row, uint8_t* dst) {
+    const TableShape& shape = reader.shape;
+    const auto background = static_cast<U>(shape.background);
+    const U row_value = shape.has_row_value ? load<U>(row) : U{0};
+    row += shape.row_value_nbytes();
+#if PACKHORSE_X86
+    if constexpr (sizeof(U) == 4) {
+        const uint8_t* const stored = row + shape.bitmap_nbytes();
+        const bool is_bitmap = shape.mode == TableMode::kBitmap;
+        if (is_bitmap && reader.indexed != nullptr)
+            return look_up_bitmap_avx512(row, shape.n_columns, stored, shape.capacity, background,
+                                         *reader.indexed, dst);
+        if (is_bitmap && shape.rest_bits == 32 && reader.isa >= Isa::kAvx512)
+            return spread_bitmap_avx512(row, shape.n_columns, stored, shape.capacity, background,
+                                        dst);
+    }
+#endif
+    fill_background(dst, shape.n_columns, background, reader.isa);
+    const auto gather = [&](const auto& stored) {
+        if (shape.mode == TableMode::kList) return gather_list<U>(shape, stored, row, dst);
+        gather_bitmap<U>(shape, stored, row, dst);
+    };
+    if (shape.packed_bits() == 0)
+        return gather(SameElement<U>{shape.has_row_value ? row_value : reader.table.values[0]});
+    if (shape.code_bits == 8) return gather(IndexedElement<U>{reader.table.values});
+    if (shape.packed_bits() == 8) return gather(NarrowElement<U>{reader.table});
+    gather(PackedElement<U>{reader.table});
+}
+
+constexpr std::size_t kTableBlockNbytes = 1 << 16;  // of output that a thread takes at once
+constexpr std::size_t kTableRowsAhead = 8;          // are prefetched
+constexpr std::size_t kMaxTableRowAhead = 1024;     // of a row; its own reads fetch the rest
+
+inline void fetch_row(const TableShape& shape, const uint8_t* row) {
+    const std::size_t nbytes = std::min(shape.stride, kMaxTableRowAhead);
+    for (std::size_t at = 0; at < nbytes; at += 64) __builtin_prefetch(row + at, 0, 3);
+}
+
+// A table in memory.
+struct TableRows {
+    const uint8_t* rows;
+    TableExceptions exceptions;
+};
+
+// Rows ids[0 .. n), or first .. first + n if ids is null, to `dst`, one after the other.
+template <class U>
+inline void gather_rows(const TableShape& shape, const TableRows& from, const int64_t* ids,
+                        std::size_t first, std::size_t n, uint8_t* dst, std::size_t threads,
+                        Isa isa) {
+    const TableReader<U> reader(shape, isa);
+    const std::size_t row_nbytes = shape.row_nbytes();
+    const std::size_t at_once = std::max<std::size_t>(1, kTableBlockNbytes / row_nbytes);
+    const auto number = [&](std::size_t i) {
+        return ids == nullptr ? first + i : static_cast<std::size_t>(ids[i]);
+    };
+    parallel_for((n + at_once - 1) / at_once, threads, [&](std::size_t, std::size_t block) {
+        const Scratch scratch(shape.n_columns + 64);
+        const std::size_t start = block * at_once, stop = std::min(start + at_once, n);
+        for (std::size_t i = start; i < std::min(start + kTableRowsAhead, stop); ++i)
+            fetch_row(shape, from.rows + number(i) * shape.stride);
+        for (std::size_t i = start; i < stop; ++i) {
+            if (i + kTableRowsAhead < stop)
+                fetch_row(shape, from.rows + number(i + kTableRowsAhead) * shape.stride);
+            const std::size_t row = number(i);
+            const uint8_t* const src = from.rows + row * shape.stride;
+            uint8_t* const to = dst + i * row_nbytes;
+            if (shape.mode == TableMode::kRaw) {
+                std::memcpy(to, src, row_nbytes);
+                continue;
+            }
+            if (shape.mode == TableMode::kDense)
+                gather_dense(reader, src, to, scratch.get());
+            else
+                gather_sparse(reader, src, to);
+            if (from.exceptions.n_marked != 0)
+                from.exceptions.template apply<U>(row, shape.n_columns, to);
+        }
+    });
+}
+
+// The position of the first id that is not a row; n if all are rows.
+inline std::size_t find_bad_id(const int64_t* ids, std::size_t n, std::size_t n_rows) {
+    bool bad = false;
+    for (std::size_t i = 0; i < n; ++i) bad |= static_cast<uint64_t>(ids[i]) >= n_rows;
+    if (!bad) return n;
+    std::size_t i = 0;
+    while (static_cast<uint64_t>(ids[i]) < n_rows) ++i;
+    return i;
+}
+
+}  // namespace packhorse

@@ -1,0 +1,289 @@
+"""Chooses how the rows of a table are packed, from a sample of them.
+
+A GPU fetches memory of the host in sectors of 32 bytes, or in lines of 128 where the link prefers
+them: the *granule*. What a row costs is the granules that a fetch touches, so this is what the
+choice minimises, and never the ratio alone: a row that is 10 % shorter and touches as many granules
+gains nothing, and then raw rows are chosen, because they need no decoding.
+
+Exceptions stay in fast memory, so a way that needs more than `MAX_FAST_SHARE` of its packed rows
+there is not chosen, unless that is less than `MAX_FAST_SHARE_OF_PLAIN` of the plain ones: rows that
+shrink to a hundredth may have a few exceptions.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packhorse.table_layout import LIST_END, TABLE_STRIDE_ALIGNMENT, TableFormat, TableMode
+
+__all__ = [
+    "GRANULES",
+    "MAX_FAST_SHARE",
+    "MAX_FAST_SHARE_OF_PLAIN",
+    "SAMPLE_NBYTES",
+    "TableWay",
+    "choose_way",
+    "list_ways",
+]
+
+GRANULES = (32, 128)
+SAMPLE_NBYTES = 8 << 20  # of plain rows, enough for a choice
+MAX_FAST_SHARE = 0.02  # of the packed rows, that exceptions may take in fast memory
+MAX_FAST_SHARE_OF_PLAIN = 0.005
+_FLOAT_FIELDS = {  # bits of exponent and mantissa
+    "BF16": (8, 7),
+    "F16": (5, 10),
+    "F32": (8, 23),
+    "F64": (11, 52),
+    "F8_E4M3": (4, 3),
+    "F8_E5M2": (5, 2),
+    "F8_E4M3FNUZ": (4, 3),
+    "F8_E5M2FNUZ": (5, 2),
+}
+_CODE_BITS = (0, 1, 2, 3, 4, 5)  # of exponents; wider codes take as much as they save
+_INDEX_BITS = range(1, 9)  # of one of few elements
+_MIN_USES = 16  # of a value, in the sample, on average
+_MARK_BITS = 2  # of a row's mark and rank
+_Words = NDArray[np.unsignedinteger]
+
+
+@dataclass(frozen=True, slots=True)
+class TableWay:
+    """A way to pack a table, and what it takes.
+
+    Attributes:
+        format: how rows are packed.
+        words: what that is, in words.
+        pulled: bytes that a fetch of a row touches, on average, by granule.
+        fast_nbytes: bytes of a row's exceptions in fast memory, on average.
+    """
+
+    format: TableFormat
+    words: str
+    pulled: dict[int, float]
+    fast_nbytes: float
+
+    @property
+    def is_allowed(self) -> bool:
+        """Whether its exceptions fit in fast memory."""
+        packed, plain = self.format.stride, self.format.row_nbytes
+        return self.fast_nbytes <= max(MAX_FAST_SHARE * packed, MAX_FAST_SHARE_OF_PLAIN * plain)
+
+
+def choose_way(sample: _Words, dtype: str, granule: int = GRANULES[0]) -> TableWay:
+    """The way that touches the fewest granules.
+
+    Args:
+        sample: rows of the table, (any number, n_columns), as unsigned integers of its elements.
+        dtype: safetensors' name of the dtype.
+        granule: bytes that a fetch takes at once, 32 or 128.
+
+    Raises:
+        ValueError: there is no such granule.
+    """
+    if granule not in GRANULES:
+        raise ValueError(f"granule is {granule}; it must be one of {GRANULES}")
+    ways = [way for way in list_ways(sample, dtype) if way.is_allowed]
+
+    def cost(way: TableWay) -> tuple[float, int, float]:
+        is_coded = way.format.mode is not TableMode.RAW
+        return (way.pulled[granule], is_coded, way.format.stride + way.fast_nbytes)
+
+    return min(ways, key=cost)
+
+
+def list_ways(sample: _Words, dtype: str) -> list[TableWay]:
+    """All ways that are worth a thought for a table, raw rows first.
+
+    Args:
+        sample: as for `choose_way`.
+        dtype: as for `choose_way`.
+    """
+    bits, n = 8 * sample.dtype.itemsize, sample.shape[1]
+    ways = [_measure_dense(TableFormat(TableMode.RAW, bits, n, (0,), bits), "raw", 0.0)]
+    if sample.size == 0:
+        return ways
+    found, counts = np.unique(sample, return_counts=True)
+    order = np.argsort(-counts.astype(np.int64), kind="stable")
+    elements = found[order]
+    shares = counts[order] / sample.size
+    ways += _coded_ways(elements, shares, dtype, n)
+    ways += _index_ways(elements, shares, n)
+    ways += _sparse_ways(sample, elements)
+    # A value that few elements have would be of the sample, not of the table.
+    return ways[:1] + [
+        way for way in ways[1:] if _MIN_USES * len(set(way.format.values)) <= sample.size
+    ]
+
+
+def _measure_dense(format: TableFormat, words: str, missed: float) -> TableWay:
+    """A way without sparse rows; `missed` is the share of elements that are exceptions."""
+    pulled = {
+        granule: _mean_touched(format.stride, _read_nbytes(format), granule) for granule in GRANULES
+    }
+    return TableWay(format, words, pulled, _fast_nbytes(format, missed * format.n_columns))
+
+
+def _read_nbytes(format: TableFormat) -> int:
+    return format.content_nbytes
+
+
+def _fast_nbytes(format: TableFormat, n_exceptions: float) -> float:
+    """Bytes of a row's exceptions, its mark and its start, if exceptions are spread by chance."""
+    each = 2 + format.element_nbytes
+    starts = 4 * -math.expm1(-n_exceptions)
+    return n_exceptions * each + starts + (_MARK_BITS / 8 if n_exceptions else 0.0)
+
+
+def _mean_touched(stride: int, nbytes: int, granule: int) -> float:
+    """Bytes of the granules that `nbytes` from the start of a row touch, mean of all rows."""
+    starts = [row * stride % granule for row in range(granule // TABLE_STRIDE_ALIGNMENT)]
+    touched = [-(-(start + nbytes) // granule) for start in starts]
+    return granule * sum(touched) / len(touched)
+
+
+# Codes for the high bits of elements.
+
+
+def _coded_ways(
+    elements: _Words, shares: NDArray[np.float64], dtype: str, n_columns: int
+) -> Iterator[TableWay]:
+    """Ways that drop constant bits, and give the bits above a rest a code."""
+    bits = 8 * elements.dtype.itemsize
+    used = int(np.bitwise_or.reduce(elements))
+    shift = (used & -used).bit_length() - 1 if used else 0
+    for rest_bits, has_sign, words in _rests(dtype, bits, shift, elements):
+        base = TableFormat(
+            *(TableMode.DENSE, bits, n_columns, (0,), rest_bits, shift, has_sign),
+        )
+        outside = ~elements.dtype.type(base.rest_mask)
+        values, places = np.unique(elements & outside, return_inverse=True)
+        of_values = np.bincount(places.reshape(-1), weights=shares)
+        order = np.argsort(-of_values, kind="stable")
+        for code_bits in _CODE_BITS:
+            if not 1 <= code_bits + rest_bits < bits:
+                continue
+            kept = order[: 1 << code_bits]
+            format = replace(base, values=_values(values[kept], code_bits), stride=0)
+            missed = max(0.0, 1.0 - float(of_values[kept].sum()))
+            text = f"{words}, codes of {code_bits} bits" if code_bits else words
+            yield _measure_dense(format, text, missed)
+            if len(values) <= 1 << code_bits:
+                break
+
+
+def _rests(dtype: str, bits: int, shift: int, elements: _Words) -> Iterator[tuple[int, bool, str]]:
+    """Bits of the rest, whether it has a sign, and what that is in words."""
+    fields = _FLOAT_FIELDS.get(dtype)
+    dropped = f"{shift} low bits dropped, " if shift else ""
+    if fields is not None:
+        signs = elements >> elements.dtype.type(bits - 1)
+        has_sign = bool((signs != signs[0]).any())
+        mantissa_bits = max(fields[1] - shift, 0)
+        yield mantissa_bits + has_sign, has_sign, f"{dropped}exponents"
+        return
+    highest = int(elements.max()).bit_length()
+    for rest_bits in range(max(highest - shift - 12, 1), bits - shift + 1):
+        yield rest_bits, False, f"{dropped}{rest_bits} bits as they are"
+
+
+def _values(values: _Words, code_bits: int) -> tuple[int, ...]:
+    """The values in ascending order, and the first one again for codes that are left over."""
+    ascending = sorted(int(value) for value in values)
+    return tuple(ascending + ascending[:1] * ((1 << code_bits) - len(ascending)))
+
+
+def _index_ways(
+    elements: _Words, shares: NDArray[np.float64], n_columns: int
+) -> Iterator[TableWay]:
+    """Ways in which a code stands for a whole element."""
+    bits = 8 * elements.dtype.itemsize
+    for code_bits in _INDEX_BITS:
+        if code_bits >= bits:
+            return
+        kept = elements[: 1 << code_bits]
+        format = TableFormat(TableMode.DENSE, bits, n_columns, _values(kept, code_bits))
+        missed = max(0.0, 1.0 - float(shares[: len(kept)].sum()))
+        yield _measure_dense(format, f"indices of {code_bits} bits", missed)
+        if len(elements) <= len(kept):
+            return
+
+
+# Sparse rows.
+
+
+def _sparse_ways(sample: _Words, elements: _Words) -> Iterator[TableWay]:
+    """Ways that store only what differs from the most frequent element."""
+    bits, n = 8 * sample.dtype.itemsize, sample.shape[1]
+    differs = sample != elements[0]
+    counts = differs.sum(1)
+    if counts.mean() > n / 1.5:
+        return
+    base = TableFormat(TableMode.BITMAP, bits, n, capacity=1, background=int(elements[0]))
+    for held, values, rest_bits, has_row_value, words in _stored(sample, differs, elements, bits):
+        for mode in (TableMode.BITMAP, TableMode.LIST):
+            if mode is TableMode.LIST and n > LIST_END:
+                continue
+            name = "bitmap" if mode is TableMode.BITMAP else "list"
+            format = replace(
+                base, mode=mode, values=values, rest_bits=rest_bits, has_row_value=has_row_value
+            )
+            for capacity in _capacities(format, held):
+                sized = replace(format, capacity=capacity, stride=0)
+                yield _measure_sparse(sized, f"{name} of columns and {words}", counts, held)
+
+
+def _stored(
+    sample: _Words, differs: NDArray[np.bool_], elements: _Words, bits: int
+) -> Iterator[tuple[NDArray[np.int64], tuple[int, ...], int, bool, str]]:
+    """Kinds of stored elements: how many of each row a kind can hold, its values, bits of the rest,
+    whether there is a row value, and what that is in words."""
+    others = elements[1:]
+    if len(others) <= 1:
+        value = int(others[0]) if len(others) else 0
+        yield differs.sum(1), (value,), 0, False, "one element for the table"
+        return
+    first = np.take_along_axis(sample, differs.argmax(1)[:, None], 1)
+    yield (differs & (sample == first)).sum(1), (0,), 0, True, "one element for each row"
+    if bits > 8:
+        kept = others[:256]
+        held = differs if len(others) <= 256 else differs & np.isin(sample, kept)
+        yield held.sum(1), _values(kept, 8), 0, False, "indices of 8 bits"
+    yield differs.sum(1), (0,), bits, False, "elements"
+
+
+def _capacities(format: TableFormat, held: NDArray[np.int64]) -> Iterator[int]:
+    """Capacities that fill a stride: for all rows, and for all but the longest ones."""
+    seen = set()
+    for share in (1.0, 0.9999, 0.999, 0.99, 0.95, 0.9):
+        wanted = max(int(np.quantile(held, share, method="higher")), 1)
+        stride = replace(format, capacity=wanted, stride=0).stride
+        room = stride - format.first_nbytes
+        capacity = wanted if format.entry_nbytes == 0 else room // format.entry_nbytes
+        capacity = min(max(capacity, 1), format.n_columns)
+        if capacity not in seen:
+            seen.add(capacity)
+            yield capacity
+
+
+def _measure_sparse(
+    format: TableFormat, words: str, counts: NDArray[np.int64], held: NDArray[np.int64]
+) -> TableWay:
+    """A way with sparse rows. A reader of a bitmap knows where the row ends, a reader of a list
+    must see its end."""
+    stored = np.minimum(held, format.capacity)
+    nbytes = format.first_nbytes + stored * format.entry_nbytes
+    if format.mode is TableMode.LIST:
+        nbytes = nbytes + 2 * (stored < format.capacity)
+    pulled = {}
+    for granule in GRANULES:
+        starts = [row * format.stride % granule for row in range(granule // TABLE_STRIDE_ALIGNMENT)]
+        touched = [float(np.ceil((start + nbytes) / granule).mean()) for start in starts]
+        pulled[granule] = granule * sum(touched) / len(touched)
+    left = counts - stored
+    each = 2 + format.element_nbytes
+    fast = float(left.mean()) * each + float((left > 0).mean()) * 4
+    return TableWay(format, words, pulled, fast + (_MARK_BITS / 8 if left.any() else 0.0))

@@ -1,0 +1,56 @@
+"""Rows of a packed table that were changed, and that its format cannot hold."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["ChangedRows"]
+
+_Numbers = NDArray[np.int64]
+_Bytes = NDArray[np.uint8]
+
+
+class ChangedRows:
+    """Plain rows by number. There are few, so they are kept in order, and found by bisection.
+
+    Args:
+        row_nbytes: bytes of a row.
+    """
+
+    def __init__(self, row_nbytes: int) -> None:
+        self._numbers = np.empty(0, np.int64)
+        self._rows = np.empty((0, row_nbytes), np.uint8)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows and their numbers."""
+        return self._numbers.nbytes + self._rows.nbytes
+
+    def keep(self, numbers: _Numbers, rows: _Bytes) -> None:
+        """Keeps rows, instead of those that had these numbers."""
+        if not len(numbers):
+            return
+        self.drop(numbers)
+        joined = np.concatenate([self._numbers, numbers])
+        order = np.argsort(joined, kind="stable")
+        self._numbers = joined[order]
+        self._rows = np.concatenate([self._rows, rows])[order]
+
+    def drop(self, numbers: _Numbers) -> None:
+        """Forgets rows; others are not there."""
+        if not len(self._numbers) or not len(numbers):
+            return
+        stays = ~np.isin(self._numbers, numbers)
+        if not stays.all():
+            self._numbers, self._rows = self._numbers[stays], self._rows[stays]
+
+    def put_into(self, numbers: _Numbers, rows: _Bytes) -> None:
+        """Overwrites the rows that are kept here, among rows that were gathered."""
+        if not len(self._numbers):
+            return
+        places = np.searchsorted(self._numbers, numbers)
+        places[places == len(self._numbers)] = 0
+        found = np.flatnonzero(self._numbers[places] == numbers)
+        rows[found] = self._rows[places[found]]

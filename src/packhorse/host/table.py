@@ -1,0 +1,250 @@
+"""`PackedTable`: a matrix in memory of the host whose rows stay packed, and are read by number.
+
+Each row has the same number of bytes, so a row is found, and replaced, without an index. A sample
+of the rows decides how they are packed (packhorse.codecs.table_plan): by the bytes that a fetch
+touches, not by the ratio.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packhorse.arguments import resolve_threads
+from packhorse.codecs.table_plan import TableWay, choose_way, list_ways
+from packhorse.codecs.tables import TableArrays, TablePacker, gather_into
+from packhorse.framework import framework_of, resolve_framework
+from packhorse.gpu.host_memory import HostMemory, host_memory
+from packhorse.host.changed_rows import ChangedRows
+from packhorse.host.sources import RowSource
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["PackedTable", "pack_table", "plan_table"]
+
+_Bytes = NDArray[np.uint8]
+
+
+class PackedTable:
+    """A matrix whose rows are packed; `pack_table` packs one.
+
+    Attributes:
+        shape: rows and columns.
+        dtype: safetensors' name of the dtype.
+        way: how rows are packed, and what a fetch of a row touches.
+        memory: where the packed rows lie.
+
+    Example:
+        >>> import numpy as np
+        >>> from packhorse.host import pack_table
+        >>> table = pack_table(np.tile(np.arange(512, dtype=np.float32), (1000, 1)))
+        >>> table.gather(np.array([3, 3, 999])).shape
+        (3, 512)
+    """
+
+    def __init__(self, dtype: str, way: TableWay, arrays: TableArrays, memory: HostMemory) -> None:
+        self.dtype, self.way, self.memory = dtype, way, memory
+        self._arrays = arrays
+        self._changed = ChangedRows(way.format.row_nbytes)
+        self.shape = (len(arrays.rows), way.format.n_columns)
+
+    @property
+    def arrays(self) -> TableArrays:
+        """The arrays themselves; do not write to them."""
+        return self._arrays
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the packed table takes, with everything that gathering needs."""
+        return self._arrays.rows.nbytes + self.fast_nbytes
+
+    @property
+    def fast_nbytes(self) -> int:
+        """Bytes that belong in device memory when a GPU gathers."""
+        return self._arrays.fast_nbytes + self._changed.nbytes
+
+    @property
+    def n_unpacked_rows(self) -> int:
+        """Rows that were changed and do not fit the table; they are kept plain."""
+        return len(self._changed)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def gather(self, ids: Any, out: Any = None, *, threads: int | None = None) -> Any:
+        """Rows by number, bit for bit.
+
+        Args:
+            ids: integers, of any shape, of NumPy or PyTorch, or a list: 0 to `len(table) - 1`, in
+                any order, each as often as wanted.
+            out: receives the rows: contiguous, in host memory, of the table's dtype and the shape
+                of `ids` with a dimension of columns added. By default a new tensor.
+            threads: threads to use; None for one per core, at most 8.
+
+        Returns:
+            `out`, or a tensor of the framework of `ids` (NumPy for a list).
+
+        Raises:
+            ClosedError: this process is a fork that has not got the memory.
+            IndexError: there is no such row. `out` is as it was.
+            TypeError: `ids` are not integers, or `out` is no such tensor.
+            ValueError: `out` has another shape or dtype.
+        """
+        self.memory.numpy()  # refuses in a fork
+        framework = framework_of(ids) or resolve_framework("np")
+        numbers, shape = _numbers_of(ids)
+        full = (*shape, self.shape[1])
+        if out is None:
+            out = framework.empty(self.dtype, full)
+        else:
+            framework = framework_of(out) or framework
+            framework.check_out(out, self.dtype, full)
+
+        def write(memory: _Bytes) -> None:
+            rows = memory.reshape(len(numbers), self.way.format.row_nbytes)
+            gather_into(
+                self._arrays, self.way.format, numbers, rows, threads=_threads_for(rows, threads)
+            )
+            self._changed.put_into(numbers, rows)
+
+        framework.fill(out, write)
+        return out
+
+    def update_(self, ids: Any, rows: Any) -> None:
+        """Replaces rows. Those that the table's format holds are packed in place; others are kept
+        plain beside it (`n_unpacked_rows`), and `repack` packs the table anew.
+
+        Nothing may gather meanwhile.
+
+        Args:
+            ids: integers, (n,), each at most once.
+            rows: (n, n_columns), of the table's dtype: the new rows. They are only read.
+
+        Raises:
+            ClosedError: as `gather`.
+            IndexError: there is no such row.
+            TypeError: `ids` are not integers, or `rows` no matrix of the dtype.
+            ValueError: there is another number of rows or columns, or an id is there twice. The
+                table is as it was.
+        """
+        self.memory.numpy()
+        numbers, shape = _numbers_of(ids)
+        source = RowSource(rows)
+        if source.dtype != self.dtype:
+            raise TypeError(f"rows are {source.dtype}; the table is {self.dtype}")
+        if (source.n_rows,) != shape or source.n_columns != self.shape[1]:
+            raise ValueError(
+                f"rows have shape {(source.n_rows, source.n_columns)}; for these ids it must be"
+                f" {(*shape, self.shape[1])}"
+            )
+        bad = (numbers < 0) | (numbers >= len(self))
+        if bad.any():
+            raise IndexError(
+                f"id {numbers[bad][0]} is out of range: the table has {len(self)} rows"
+            )
+        if len(np.unique(numbers)) != len(numbers):
+            raise ValueError("an id is there twice; give each row once")
+        plain = np.ascontiguousarray(source.read(0, source.n_rows))
+        format = self.way.format
+        packed = np.empty((len(numbers), format.stride), np.uint8)
+        packer = TablePacker(format, packed)
+        packer.add(plain)
+        fits = ~packer.marked & ~self._is_marked(numbers)
+        self._arrays.rows[numbers[fits]] = packed[fits]
+        self._changed.drop(numbers[fits])
+        self._changed.keep(numbers[~fits], plain[~fits])
+
+    def _is_marked(self, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
+        words = self._arrays.marks[numbers // 32]
+        return (words >> (numbers % 32).astype(np.uint32) & 1).astype(bool)
+
+    def __repr__(self) -> str:
+        plain = self.shape[0] * self.way.format.row_nbytes
+        ratio = plain / self.nbytes if self.nbytes else 1.0
+        return (
+            f"PackedTable({self.shape[0]} x {self.shape[1]} {self.dtype}, {self.way.words},"
+            f" {ratio:.2f} times smaller, {self.memory.kind})"
+        )
+
+
+def plan_table(source: Any) -> list[TableWay]:
+    """All ways in which a table could be packed, measured on a sample; raw rows first.
+
+    Args:
+        source: as for `pack_table`.
+
+    Raises:
+        TypeError, ValueError: as for `pack_table`.
+    """
+    rows = RowSource(source)
+    return list_ways(rows.sample(), rows.dtype)
+
+
+def pack_table(
+    source: Any,
+    *,
+    way: TableWay | None = None,
+    granule: int = 32,
+    device: torch.device | str | None = "cpu",
+    shared: bool = False,
+    threads: int | None = None,
+    progress: Callable[[int, int], object] | None = None,
+) -> PackedTable:
+    """Packs a matrix, block by block of rows. It is only read.
+
+    Args:
+        source: a matrix of NumPy (also a memmap) or PyTorch, a slice of a packed or plain file, or
+            a tensor of a shelf; of elements of 8, 16, 32 or 64 bits, with 1 to 65,536 columns.
+        way: how to pack it; None for the way that touches the fewest granules.
+        granule: bytes that a fetch takes at once: 32, or 128 for links that prefer whole lines.
+        device: the GPU that will gather, so that its rows lie in memory which it reads directly;
+            "cpu" for none; None for PyTorch's current GPU, if there is one.
+        shared: whether forked processes, such as workers of a DataLoader, share the memory.
+        threads: threads to use; None for one per core, at most 8.
+        progress: called with rows done and all rows, after each block.
+
+    Raises:
+        MemoryError: the packed rows do not fit in memory.
+        TypeError: the source is no such matrix.
+        ValueError: it has no columns or more than 65,536, or an argument is out of range.
+    """
+    rows = RowSource(source)
+    if way is None:
+        way = choose_way(rows.sample(), rows.dtype, granule)
+    elif (way.format.n_columns, way.format.element_nbytes) != (rows.n_columns, rows.element_nbytes):
+        raise ValueError("the way is for a table with other columns or elements")
+    n_threads = resolve_threads(threads)
+    nbytes = max(rows.n_rows * way.format.stride, 1)
+    memory = host_memory(nbytes, device=device, shared=shared, threads=n_threads)
+    packed = memory.numpy()[: rows.n_rows * way.format.stride]
+    packed = packed.reshape(rows.n_rows, way.format.stride)
+    packer = TablePacker(way.format, packed, threads=n_threads)
+    for block in rows.blocks():
+        packer.add(np.ascontiguousarray(block))
+        if progress is not None:
+            progress(rows.n_rows - packer.n_rows_left, rows.n_rows)
+    return PackedTable(rows.dtype, way, packer.finish(), memory)
+
+
+def _numbers_of(ids: Any) -> tuple[NDArray[np.int64], tuple[int, ...]]:
+    """Ids as a contiguous vector, and their shape."""
+    if framework_of(ids) is not None and not isinstance(ids, np.ndarray):
+        ids = ids.detach().cpu().numpy()
+    array = np.asarray(ids)
+    if array.size == 0 and not isinstance(ids, np.ndarray):
+        array = array.astype(np.int64)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"ids must be integers, not {array.dtype}")
+    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
+        raise IndexError(f"id {array.max()} is out of range")
+    return np.ascontiguousarray(array.reshape(-1), np.int64), array.shape
+
+
+def _threads_for(rows: _Bytes, threads: int | None) -> int:
+    """Threads for a gather: one for each piece that takes longer than to start a thread."""
+    wanted = resolve_threads(threads)
+    return max(1, min(wanted, rows.nbytes >> 18))

@@ -1,0 +1,239 @@
+"""Packed tables: rows come back bit for bit, from any source, and can be replaced."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from table_samples import named_tables, sparse_rows
+
+import packhorse
+from packhorse.codecs.table_plan import TableWay
+from packhorse.disk import Shelf
+from packhorse.host import PackedTable, pack_table, plan_table
+from packhorse.table_layout import TableMode
+
+
+def bf16_rows(n_rows: int = 500, n_columns: int = 384) -> torch.Tensor:
+    """Rows like those of embeddings."""
+    generator = torch.Generator().manual_seed(3)
+    return (0.05 * torch.randn(n_rows, n_columns, generator=generator)).to(torch.bfloat16)
+
+
+def ways_of_all_modes() -> list[tuple[np.ndarray, TableWay]]:
+    found = []
+    for rows, format in named_tables(50, 41).values():
+        dtype = {8: np.uint8, 16: np.uint16, 32: np.float32, 64: np.int64}[format.element_bits]
+        found.append((rows.view(dtype), TableWay(format, "chosen by hand", {}, 0.0)))
+    return found
+
+
+def equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.view(torch.int16), other.view(torch.int16))
+
+
+def test_rows_come_back_in_the_framework_of_the_ids() -> None:
+    rows = bf16_rows()
+    table = pack_table(rows)
+    ids = torch.tensor([[3, 3], [499, 0]])
+    found = table.gather(ids)
+    assert isinstance(found, torch.Tensor)
+    assert found.dtype == torch.bfloat16
+    assert equal_bits(found, rows[ids])
+    as_array = table.gather([7, 8])
+    assert as_array.dtype == ml_dtypes.bfloat16
+    assert as_array.view(np.int16).tolist() == rows[7:9].view(torch.int16).tolist()
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.int32, np.uint32, np.int64])
+def test_ids_may_have_any_integer_type(dtype: type) -> None:
+    rows = bf16_rows(100)
+    found = pack_table(rows).gather(np.array([5, 99], dtype))
+    assert found.view(np.int16).tolist() == rows[[5, 99]].view(torch.int16).tolist()
+
+
+def test_every_mode_gathers_and_updates() -> None:
+    for rows, way in ways_of_all_modes():
+        table = pack_table(rows, way=way)
+        ids = np.random.default_rng(1).permutation(50)
+        np.testing.assert_array_equal(table.gather(ids).view(np.uint8), rows[ids].view(np.uint8))
+        changed = rows.copy()
+        for _ in range(3):
+            at = np.random.default_rng(2).choice(50, 11, replace=False)
+            new = rows[np.random.default_rng(3).integers(0, 50, 11)]
+            changed[at] = new
+            table.update_(at, new)
+            found = table.gather(np.arange(50))
+            np.testing.assert_array_equal(found.view(np.uint8), changed.view(np.uint8))
+
+
+def test_rows_that_do_not_fit_are_kept_plain_and_counted() -> None:
+    rows = bf16_rows()
+    table = pack_table(rows)
+    assert table.way.format.mode is TableMode.DENSE
+    new = torch.full((2, 384), 1e30, dtype=torch.bfloat16)
+    new[1] = 0.05
+    table.update_(torch.tensor([4, 5]), new)
+    assert table.n_unpacked_rows == 1
+    assert equal_bits(table.gather(torch.tensor([5, 4, 4])), new[[1, 0, 0]])
+    assert equal_bits(table.gather(torch.tensor([3, 6])), rows[[3, 6]])
+    table.update_(torch.tensor([4]), new[1:])
+    assert table.n_unpacked_rows == 0
+    assert equal_bits(table.gather(torch.tensor([4])), new[1:])
+
+
+def test_the_source_is_not_changed_and_not_needed() -> None:
+    rows = bf16_rows()
+    kept = rows.clone()
+    table = pack_table(rows)
+    table.update_(torch.tensor([0]), torch.ones(1, 384, dtype=torch.bfloat16))
+    assert equal_bits(rows, kept)
+    rows.zero_()
+    assert equal_bits(table.gather(torch.tensor([1])), kept[1:2])
+
+
+def test_a_table_takes_less_memory_and_says_how_much() -> None:
+    rows = bf16_rows(5000)
+    table = pack_table(rows)
+    assert rows.nbytes / table.nbytes > 1.31
+    assert table.way.pulled[32] == 576
+    assert table.fast_nbytes < 0.02 * rows.nbytes
+    assert "1.33 times smaller" in repr(table) or "1.32 times smaller" in repr(table)
+    assert len(table) == 5000
+
+
+def test_sources_of_all_kinds(tmp_path: Path) -> None:
+    rows = bf16_rows()
+    ids = torch.arange(0, 500, 7)
+    plain, packed = tmp_path / "a.safetensors", tmp_path / "a.ph.safetensors"
+    save_file({"table": rows}, plain)
+    packhorse.torch.save_file({"table": rows}, packed)
+    array = np.memmap(tmp_path / "a.bin", np.float32, "w+", shape=(500, 384))
+    array[:] = rows.float().numpy()
+    sources = [rows, rows[:, :], rows.float(), array, rows.T.contiguous().T]
+    for path in (plain, packed):
+        with packhorse.open_file(path, framework="pt") as file:
+            sources.append(file.get_slice("table"))
+            assert equal_bits(pack_table(sources.pop()).gather(ids), rows[ids])
+    for source in sources:
+        found = pack_table(source).gather(ids)
+        assert torch.equal(found.float(), rows[ids].float())
+
+
+def test_a_tensor_of_a_shelf_is_a_source(tmp_path: Path) -> None:
+    rows = bf16_rows().float().numpy()
+    with Shelf(tmp_path / "shelf") as shelf:
+        shelf["table"] = rows
+        table = pack_table(shelf["table"])
+    np.testing.assert_array_equal(table.gather([499, 1]), rows[[499, 1]])
+
+
+def test_progress_is_told() -> None:
+    seen: list[tuple[int, int]] = []
+    pack_table(np.zeros((70_000, 128), np.float32), progress=lambda *step: seen.append(step))
+    assert seen == [(32768, 70_000), (65536, 70_000), (70_000, 70_000)]
+
+
+def test_tables_without_rows() -> None:
+    table = pack_table(np.empty((0, 5), np.float32))
+    assert table.gather(np.empty(0, np.int64)).shape == (0, 5)
+    with pytest.raises(IndexError, match="id 0"):
+        table.gather([0])
+    assert pack_table(torch.zeros(3, 2)).gather([]).shape == (0, 2)
+
+
+def test_out_receives_the_rows() -> None:
+    rows = bf16_rows()
+    table = pack_table(rows)
+    out = torch.zeros(2, 384, dtype=torch.bfloat16)
+    assert table.gather(torch.tensor([1, 2]), out) is out
+    assert equal_bits(out, rows[1:3])
+    with pytest.raises(ValueError, match="which needs"):
+        table.gather(torch.tensor([1]), out)
+    with pytest.raises(TypeError, match="contiguous"):
+        table.gather(torch.tensor([1, 2]), torch.zeros(384, 2, dtype=torch.bfloat16).T)
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "words"),
+    [
+        ([500], IndexError, "id 500, number 0 of 1, is out of range: the table has rows 0 to 499"),
+        ([3, -1], IndexError, "id -1, number 1 of 2"),
+        (np.array([1 << 63], np.uint64), IndexError, "out of range"),
+        (np.array([1.0]), TypeError, "ids must be integers, not float64"),
+        (torch.tensor([True]), TypeError, "ids must be integers, not bool"),
+        (["a"], TypeError, "ids must be integers"),
+    ],
+)
+def test_wrong_ids_are_refused(ids: object, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        pack_table(bf16_rows()).gather(ids)
+
+
+@pytest.mark.parametrize(
+    ("ids", "rows", "error", "words"),
+    [
+        ([500], bf16_rows(1), IndexError, "id 500 is out of range"),
+        ([-1], bf16_rows(1), IndexError, "id -1 is out of range"),
+        ([1, 1], bf16_rows(2), ValueError, "an id is there twice"),
+        ([1], bf16_rows(2), ValueError, r"shape \(2, 384\); for these ids it must be \(1, 384\)"),
+        ([1], bf16_rows(1, 5), ValueError, r"shape \(1, 5\)"),
+        ([1], bf16_rows(1).float(), TypeError, "rows are F32; the table is BF16"),
+        ([1], [1.0] * 384, TypeError, "not from list"),
+    ],
+)
+def test_wrong_updates_are_refused(
+    ids: object, rows: object, error: type[Exception], words: str
+) -> None:
+    table = pack_table(bf16_rows())
+    with pytest.raises(error, match=words):
+        table.update_(ids, rows)
+    assert equal_bits(table.gather(torch.arange(500)), bf16_rows())
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "words"),
+    [
+        (5, TypeError, "not from int"),
+        (np.zeros(5), TypeError, r"rows and columns, not shape \(5,\)"),
+        (np.zeros((5, 0)), ValueError, "1 to 65536 columns, not 0"),
+        (np.zeros((2, 65537), np.uint8), ValueError, "not 65537"),
+        (np.zeros((2, 2), complex), TypeError, "no dtype for complex128"),
+        (np.zeros((2, 2), ml_dtypes.float4_e2m1fn), TypeError, "8, 16, 32 or 64 bits, not F4"),
+    ],
+)
+def test_wrong_sources_are_refused(source: object, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        pack_table(source)
+
+
+def test_a_way_of_another_table_is_refused() -> None:
+    with pytest.raises(ValueError, match="other columns or elements"):
+        pack_table(bf16_rows(), way=plan_table(bf16_rows(5, 7))[0])
+    with pytest.raises(ValueError, match="granule is 64"):
+        pack_table(bf16_rows(), granule=64)
+
+
+def test_a_forked_worker_gathers() -> None:
+    script = """
+import os, numpy as np
+from packhorse.host import pack_table
+rows = np.tile(np.arange(64, dtype=np.float32), (100, 1))
+table = pack_table(rows, shared={shared})
+child = os.fork()
+if child == 0:
+    assert (table.gather(np.arange(50)) == rows[:50]).all()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    for shared in (False, True):
+        subprocess.run([sys.executable, "-c", script.format(shared=shared)], check=True, timeout=60)
+
+
+def test_tables_are_described() -> None:
+    assert "raw" in repr(pack_table(np.random.default_rng(0).random((9, 9))))
+    assert isinstance(pack_table(sparse_rows(32, 90, 500).view(np.float32)), PackedTable)
