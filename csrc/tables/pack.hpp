@@ -24,38 +24,43 @@ struct TableExceptionList {
 };
 
 // Finds the lowest code of a value. Up to 16 values are compared one by one, for many elements at
-// once; more are in a hash table.
+// once. More are found by a hash without collisions: of some multipliers, the first one that gives
+// each value a slot of its own is taken. So a look-up has no branch, because values come in no
+// order that a processor could predict.
 template <class U>
 class TableCodes {
   public:
     static constexpr uint32_t kComparedBits = 4;
+    static constexpr uint32_t kNone = 0xFFFF;
 
     explicit TableCodes(const TableElements<U>& table)
         : table_(table), is_hashed_(table.code_bits > kComparedBits) {
-        if (!is_hashed_) return;
-        std::fill(std::begin(slots_), std::end(slots_), kNone);
-        for (std::size_t i = 0; i < std::size_t{1} << table.code_bits; ++i) {
-            std::size_t slot = hash(table.values[i]);
-            while (slots_[slot] != kNone && table.values[slots_[slot]] != table.values[i])
-                slot = (slot + 1) % kSlots;
-            if (slots_[slot] == kNone) slots_[slot] = static_cast<uint16_t>(i);
+        constexpr std::size_t kTries = 64;
+        for (std::size_t i = 0; is_hashed_ && !is_perfect_ && i < kTries; ++i) {
+            multiplier_ = multiplier_ * 0xD1342543DE82EF95u + 2;  // stays odd
+            is_perfect_ = fill();
         }
     }
 
     bool is_hashed() const { return is_hashed_; }
+    // Whether look_up() finds every value that has a code.
+    bool is_perfect() const { return is_perfect_; }
+    uint64_t multiplier() const { return multiplier_; }
+    const uint8_t* slots() const { return slots_; }
+
+    static PACKHORSE_INLINE std::size_t slot_of(U value, uint64_t multiplier) {
+        return static_cast<std::size_t>((static_cast<uint64_t>(value) * multiplier) >>
+                                        (64 - kSlotsLog));
+    }
 
     // The code of a value, or kNone.
     PACKHORSE_INLINE uint32_t find(U value) const {
-        if (!is_hashed_) {
-            for (uint32_t i = 0; i < 1u << table_.code_bits; ++i)
-                if (table_.values[i] == value) return i;
-            return kNone;
+        if (is_perfect_) {
+            const uint32_t code = slots_[slot_of(value, multiplier_)];
+            return table_.values[code] == value ? code : kNone;
         }
-        std::size_t slot = hash(value);
-        while (slots_[slot] != kNone) {
-            if (table_.values[slots_[slot]] == value) return slots_[slot];
-            slot = (slot + 1) % kSlots;
-        }
+        for (uint32_t i = 0; i < 1u << table_.code_bits; ++i)
+            if (table_.values[i] == value) return i;
         return kNone;
     }
 
@@ -69,21 +74,52 @@ class TableCodes {
         return true;
     }
 
-    static constexpr uint16_t kNone = 0xFFFF;
-
   private:
-    static constexpr std::size_t kSlotsLog = 10;
+    static constexpr std::size_t kSlotsLog = 16;
     static constexpr std::size_t kSlots = std::size_t{1} << kSlotsLog;
 
-    static std::size_t hash(U value) {
-        return static_cast<std::size_t>((static_cast<uint64_t>(value) * 0x9E3779B97F4A7C15u) >>
-                                        (64 - kSlotsLog));
+    // Returns whether each value has a slot of its own. Other slots have code 0.
+    bool fill() {
+        std::fill(std::begin(slots_), std::end(slots_), uint8_t{0});
+        for (uint32_t i = 1u << table_.code_bits; i-- > 0;)
+            slots_[slot_of(table_.values[i], multiplier_)] = static_cast<uint8_t>(i);
+        bool all = true;
+        for (uint32_t i = 0; i < 1u << table_.code_bits; ++i) {
+            const U value = table_.values[i];
+            all = all && table_.values[slots_[slot_of(value, multiplier_)]] == value;
+        }
+        return all;
     }
 
     const TableElements<U>& table_;
     bool is_hashed_;
-    uint16_t slots_[kSlots];
+    bool is_perfect_ = false;
+    uint64_t multiplier_ = 0x9E3779B97F4A7C15u;
+    uint8_t slots_[kSlots];
 };
+
+// Packs elements whose values have slots of their own.
+template <class U>
+inline void pack_hashed(const TableElements<U>& table, const TableCodes<U>& codes,
+                        const uint8_t* __restrict src, std::size_t n, U* __restrict packed,
+                        U* __restrict found) {
+    const U* __restrict const values = table.values;
+    const uint8_t* __restrict const slots = codes.slots();
+    const U mask = table.rest_mask(), outside = static_cast<U>(~mask);
+    const uint64_t multiplier = codes.multiplier();
+    const bool has_rest = table.rest_bits != 0;
+    const uint32_t rest_bits = table.rest_bits;
+    for (std::size_t c = 0; c < n; ++c) {
+        const U element = load<U>(src + sizeof(U) * c);
+        const auto value = static_cast<U>(element & outside);
+        const uint64_t code = slots[TableCodes<U>::slot_of(value, multiplier)];
+        const auto hit = static_cast<U>(0 - static_cast<uint64_t>(values[code] == value));
+        U whole = static_cast<U>(code);
+        if (has_rest) whole = static_cast<U>(code << rest_bits | table.packed_rest(element));
+        packed[c] = static_cast<U>(whole & hit);
+        found[c] = hit;
+    }
+}
 
 // Packs elements with one of kValues values. `found` is 0 where there is no packed element.
 template <class U, uint32_t kCodeBits>
@@ -120,6 +156,7 @@ PACKHORSE_INLINE void pack_compared(const TableElements<U>& table, const uint8_t
 template <class U>
 inline void pack_elements(const TableElements<U>& table, const TableCodes<U>& codes,
                           const uint8_t* src, std::size_t n, U* packed, U* found, Isa isa) {
+    if (codes.is_perfect()) return pack_hashed(table, codes, src, n, packed, found);
     if (codes.is_hashed()) {
         const U mask = table.rest_mask();
         for (std::size_t c = 0; c < n; ++c) {
