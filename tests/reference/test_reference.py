@@ -225,12 +225,12 @@ def test_reference_shares_no_code_with_the_fast_paths() -> None:
     modules = set().union(*map(imports_of, files))
     ours = {name for name in modules if name.startswith("packhorse")}
     outside = {name for name in ours if not name.startswith("packhorse.reference.")}
-    assert outside == {"packhorse.layout", "packhorse.errors"}
+    assert outside == {"packhorse.layout", "packhorse.table_layout", "packhorse.errors"}
     assert "torch" not in modules
     # Bounded codes are defined by the arithmetic of floats, which NumPy and ml_dtypes do.
     assert {path.name for path in files if "ml_dtypes" in imports_of(path)} == {"bounded.py"}
     with_numpy = {path.name for path in files if "numpy" in imports_of(path)}
-    assert with_numpy == {"bounded.py", "coded.py", "weights.py"}
+    assert with_numpy == {"bounded.py", "coded.py", "ibp.py", "tables.py", "weights.py"}
 
 
 def test_the_builder_shares_no_code_with_the_package() -> None:
