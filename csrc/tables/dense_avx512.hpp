@@ -60,6 +60,25 @@ struct Lanes512 {
                                          _mm512_loadu_si512(values + 8));
     }
 
+    PACKHORSE_AVX512 static __m512i get(const uint8_t* src, uint64_t mask) {
+        if constexpr (sizeof(U) == 1) return _mm512_maskz_loadu_epi8(mask, src);
+        if constexpr (sizeof(U) == 2)
+            return _mm512_maskz_loadu_epi16(static_cast<__mmask32>(mask), src);
+        if constexpr (sizeof(U) == 4)
+            return _mm512_maskz_loadu_epi32(static_cast<__mmask16>(mask), src);
+        return _mm512_maskz_loadu_epi64(static_cast<__mmask8>(mask), src);
+    }
+
+    // Lanes of `b` where the mask is set, of `a` elsewhere.
+    PACKHORSE_AVX512 static __m512i blend(uint64_t mask, __m512i a, __m512i b) {
+        if constexpr (sizeof(U) == 1) return _mm512_mask_blend_epi8(mask, a, b);
+        if constexpr (sizeof(U) == 2)
+            return _mm512_mask_blend_epi16(static_cast<__mmask32>(mask), a, b);
+        if constexpr (sizeof(U) == 4)
+            return _mm512_mask_blend_epi32(static_cast<__mmask16>(mask), a, b);
+        return _mm512_mask_blend_epi64(static_cast<__mmask8>(mask), a, b);
+    }
+
     PACKHORSE_AVX512 static void put(uint8_t* dst, uint64_t mask, __m512i x) {
         if constexpr (sizeof(U) == 1) return _mm512_mask_storeu_epi8(dst, mask, x);
         if constexpr (sizeof(U) == 2)

@@ -7,6 +7,7 @@
 #include "tables/dense_avx2.hpp"
 #include "tables/dense_avx512.hpp"
 #include "tables/indices_avx512.hpp"
+#include "tables/narrow_avx512.hpp"
 
 namespace packhorse {
 
@@ -31,22 +32,17 @@ struct TableReader {
     const TableShape& shape;
     TableElements<U> table;
     Isa isa;
-    ValueBytes value_bytes{};
     bool has_bytes;
-#if PACKHORSE_X86
-    // Elements of 32 bits with indices of 8 bits.
-    alignas(64) unsigned char indexed_memory[sizeof(IndexedBytes)];
-    const IndexedBytes* indexed = nullptr;
-#endif
+    bool has_indices;  // of 8 bits, for elements of 16 or 32 bits
+    ValueBytes value_bytes{};
+    IndexedBytes<U> indexed;
 
     TableReader(const TableShape& of, Isa which)
         : shape(of), table(of), isa(which), has_bytes(has_byte_rests<U>(of)) {
+        has_indices = (sizeof(U) == 2 || sizeof(U) == 4) && of.code_bits == 8 &&
+                      of.rest_bits == 0 && isa >= Isa::kAvx512Vbmi2;
         if (has_bytes) value_bytes = part_values(table);
-#if PACKHORSE_X86
-        if constexpr (sizeof(U) == 4)
-            if (of.code_bits == 8 && of.rest_bits == 0 && isa >= Isa::kAvx512Vbmi2)
-                indexed = new (indexed_memory) IndexedBytes(table);
-#endif
+        if (has_indices) indexed.fill(table);
     }
 };
 
@@ -91,7 +87,8 @@ inline void gather_dense(const TableReader<U>& reader, const uint8_t* row, uint8
 #if PACKHORSE_X86
     if (reader.has_bytes && bits == 4 && n >= 72 && isa >= Isa::kAvx2)
         return join_nibbles(reader, row, narrow, dst);
-    if (reader.indexed != nullptr) return look_up_dense_avx512(row, n, *reader.indexed, dst);
+    if constexpr (sizeof(U) == 2 || sizeof(U) == 4)
+        if (reader.has_indices) return look_up_dense_avx512<U>(row, n, reader.indexed, dst);
 #endif
     if (shape.code_bits == 8 && shape.rest_bits == 0) {
         for (std::size_t c = 0; c < n; ++c) store(dst + sizeof(U) * c, reader.table.values[row[c]]);
@@ -188,15 +185,12 @@ inline void gather_sparse(const TableReader<U>& reader, const uint8_t* row, uint
     const U row_value = shape.has_row_value ? load<U>(row) : U{0};
     row += shape.row_value_nbytes();
 #if PACKHORSE_X86
-    if constexpr (sizeof(U) == 4) {
-        const uint8_t* const stored = row + shape.bitmap_nbytes();
-        const bool is_bitmap = shape.mode == TableMode::kBitmap;
-        if (is_bitmap && reader.indexed != nullptr)
-            return look_up_bitmap_avx512(row, shape.n_columns, stored, shape.capacity, background,
-                                         *reader.indexed, dst);
-        if (is_bitmap && shape.rest_bits == 32 && reader.isa >= Isa::kAvx512)
-            return spread_bitmap_avx512(row, shape.n_columns, stored, shape.capacity, background,
-                                        dst);
+    if (shape.mode == TableMode::kBitmap && reader.isa >= Isa::kAvx512Vbmi2) {
+        const BitmapRow bits{row, shape.n_columns, row + shape.bitmap_nbytes(), shape.capacity};
+        if constexpr (sizeof(U) == 2 || sizeof(U) == 4)
+            if (reader.has_indices)
+                return look_up_bitmap_avx512<U>(bits, background, reader.indexed, dst);
+        if (shape.rest_bits == 8 * sizeof(U)) return spread_bitmap_avx512<U>(bits, background, dst);
     }
 #endif
     fill_background(dst, shape.n_columns, background, reader.isa);

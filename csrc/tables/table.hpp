@@ -15,6 +15,11 @@ constexpr std::size_t kMaxTableValues = 256;
 constexpr std::size_t kTableStrideAlignment = 32;
 constexpr std::size_t kListEnd = 0xFFFF;
 
+// The mask of the first `n` columns of 64.
+PACKHORSE_INLINE uint64_t first_columns(std::size_t n) {
+    return n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1;
+}
+
 // Bytes of a narrow plane.
 constexpr std::size_t narrow_nbytes(std::size_t bits, std::size_t n_columns) {
     return bits * ((n_columns + 7) / 8);
