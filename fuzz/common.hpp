@@ -81,6 +81,21 @@ class Buffer {
     std::size_t nbytes_;
 };
 
+// Changes bytes of buffers, as an input of breaks says: which buffer (1 byte), place (2),
+// difference (1). Returns whether any byte was changed.
+inline bool break_buffers(Input& breaks, std::vector<Buffer>& buffers) {
+    bool broken = false;
+    while (breaks.nbytes() > 0) {
+        Buffer& buffer = buffers[breaks.take(1) % buffers.size()];
+        const std::size_t place = breaks.take(2);
+        const auto difference = static_cast<uint8_t>(breaks.take(1));
+        if (buffer.nbytes() == 0) continue;
+        buffer.data()[place % buffer.nbytes()] ^= difference;
+        broken = true;
+    }
+    return broken;
+}
+
 // Chooses one of the instruction sets of this machine. Each of them has its own loops.
 inline Isa choose_isa(uint32_t choice) {
     return static_cast<Isa>(choice % (static_cast<uint32_t>(detect_isa()) + 1));

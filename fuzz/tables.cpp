@@ -74,33 +74,19 @@ Arrays pack(const TableShape& shape, const Buffer& elements, std::size_t n_rows,
     return arrays;
 }
 
-// Changes bytes. Returns whether any byte was changed.
-bool break_arrays(Input& breaks, Arrays& arrays) {
-    bool broken = false;
-    while (breaks.nbytes() > 0) {
-        Buffer& buffer = arrays.buffers[breaks.take(1) % kArrays];
-        const std::size_t place = breaks.take(2);
-        const auto difference = static_cast<uint8_t>(breaks.take(1));
-        if (buffer.nbytes() == 0) continue;
-        buffer.data()[place % buffer.nbytes()] ^= difference;
-        broken = true;
-    }
-    return broken;
-}
-
 template <class U>
 void run_elements(const TableShape& shape, const Buffer& elements, std::size_t n_rows, Input breaks,
                   std::size_t threads, Isa isa) {
     Arrays arrays = pack<U>(shape, elements, n_rows, threads, isa);
     claim(arrays.equals(pack<U>(shape, elements, n_rows, 1, Isa::kPortable)),
           "all code paths pack alike");
-    const bool broken = break_arrays(breaks, arrays);
+    const bool broken = break_buffers(breaks, arrays.buffers);
     const TableRows from = arrays.view(shape);
     Buffer found(elements.nbytes(), 0xA5), other(elements.nbytes(), 0x5A);
     std::vector<int64_t> ids(n_rows);
     for (std::size_t i = 0; i < n_rows; ++i) ids[i] = static_cast<int64_t>(i);
-    gather_rows<U>(shape, from, ids.data(), 0, n_rows, found.data(), threads, isa);
-    gather_rows<U>(shape, from, nullptr, 0, n_rows, other.data(), 1, Isa::kPortable);
+    gather_rows<U>(shape, from, ids.data(), n_rows, found.data(), threads, isa);
+    gather_rows<U>(shape, from, ids.data(), n_rows, other.data(), 1, Isa::kPortable);
     claim(broken || found.equals(elements), "undamaged arrays give the rows");
     claim(broken || other.equals(elements), "undamaged arrays give the rows on all paths");
 }

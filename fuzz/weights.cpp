@@ -62,25 +62,11 @@ Arrays pack(const Matrix& matrix, std::size_t threads, Isa isa) {
     return arrays;
 }
 
-// Changes bytes. Returns whether any byte was changed.
-bool break_arrays(Input& breaks, Arrays& arrays) {
-    bool broken = false;
-    while (breaks.nbytes() > 0) {
-        Buffer& buffer = arrays.buffers[breaks.take(1) % kArrays];
-        const std::size_t place = breaks.take(2);
-        const auto difference = static_cast<uint8_t>(breaks.take(1));
-        if (buffer.nbytes() == 0) continue;
-        buffer.data()[place % buffer.nbytes()] ^= difference;
-        broken = true;
-    }
-    return broken;
-}
-
 template <class Form>
 void run_form(const Matrix& matrix, Input breaks, std::size_t threads, Isa isa) {
     Arrays arrays = pack<Form>(matrix, threads, isa);
     claim(arrays.equals(pack<Form>(matrix, 1, Isa::kPortable)), "all code paths pack alike");
-    const bool broken = break_arrays(breaks, arrays);
+    const bool broken = break_buffers(breaks, arrays.buffers);
     const std::size_t n_rows = matrix.n_rows, n_columns = matrix.n_columns;
     const WeightCheck check = check_weights<Form>(arrays.view(), n_columns, isa);
     const WeightCheck other = check_weights<Form>(arrays.view(), n_columns, Isa::kPortable);

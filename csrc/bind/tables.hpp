@@ -4,7 +4,6 @@
 
 #include <nanobind/stl/tuple.h>
 
-#include <memory>
 #include <tuple>
 #include <vector>
 
@@ -46,20 +45,6 @@ inline TableShape table_shape(const Array<const uint64_t, 1>& fields,
     return shape;
 }
 
-// An array that Python owns, of the joined parts of several lists.
-template <class T, class Part>
-auto join_parts(const std::vector<TableExceptionList>& lists, const Part& part) {
-    std::size_t n = 0;
-    for (const TableExceptionList& list : lists) n += part(list).size();
-    auto joined = std::make_unique<T[]>(n);
-    T* end = joined.get();
-    for (const TableExceptionList& list : lists)
-        end = std::copy(part(list).begin(), part(list).end(), end);
-    T* const memory = joined.release();
-    nb::capsule owner(memory, [](void* p) noexcept { delete[] static_cast<T*>(p); });
-    return nb::ndarray<nb::numpy, T, nb::ndim<1>>(memory, {n}, owner);
-}
-
 // Packs rows. Returns the columns and the bytes of their exceptions.
 inline auto pack_table_rows(Array<const uint64_t, 1> fields, Array<const uint64_t, 1> values,
                             Array<const uint8_t, 2> src, Array<uint8_t, 2> rows,
@@ -77,8 +62,8 @@ inline auto pack_table_rows(Array<const uint64_t, 1> fields, Array<const uint64_
                                    isa);
         });
     return std::make_tuple(
-        join_parts<uint16_t>(lists, [](const auto& list) -> const auto& { return list.columns; }),
-        join_parts<uint8_t>(lists, [](const auto& list) -> const auto& { return list.elements; }));
+        join_lists<uint16_t>(lists, [](const auto& list) -> const auto& { return list.columns; }),
+        join_lists<uint8_t>(lists, [](const auto& list) -> const auto& { return list.elements; }));
 }
 
 // Gathers rows. Returns the position of the first id that is not a row; the number of ids if all
@@ -107,7 +92,7 @@ inline std::size_t gather_table_rows(Array<const uint64_t, 1> fields,
     const std::size_t bad = find_bad_id(ids.data(), n, n_rows);
     if (bad != n) return bad;
     with_elements(shape.element_nbytes, [&]<class U>() {
-        gather_rows<U>(shape, from, ids.data(), 0, n, dst.data(), threads, isa);
+        gather_rows<U>(shape, from, ids.data(), n, dst.data(), threads, isa);
     });
     return n;
 }

@@ -43,16 +43,17 @@ void require_planes(const Planes& low_bytes, const Planes& high_bits, std::size_
             "high_bits have another shape");
 }
 
-// Joins lists, one after the other, in an array that Python owns.
-inline auto join_lists(const std::vector<std::vector<int32_t>>& lists) {
+// Joins part(list) of all lists, one after the other, in an array of T that Python owns.
+template <class T, class Lists, class Part>
+auto join_lists(const Lists& lists, const Part& part) {
     std::size_t n = 0;
-    for (const std::vector<int32_t>& list : lists) n += list.size();
-    auto joined = std::make_unique<int32_t[]>(n);
-    int32_t* end = joined.get();
-    for (const std::vector<int32_t>& list : lists) end = std::copy(list.begin(), list.end(), end);
-    int32_t* const memory = joined.release();
-    nb::capsule owner(memory, [](void* p) noexcept { delete[] static_cast<int32_t*>(p); });
-    return nb::ndarray<nb::numpy, int32_t, nb::ndim<1>>(memory, {n}, owner);
+    for (const auto& list : lists) n += part(list).size();
+    auto joined = std::make_unique<T[]>(n);
+    T* end = joined.get();
+    for (const auto& list : lists) end = std::copy(part(list).begin(), part(list).end(), end);
+    T* const memory = joined.release();
+    nb::capsule owner(memory, [](void* p) noexcept { delete[] static_cast<T*>(p); });
+    return nb::ndarray<nb::numpy, T, nb::ndim<1>>(memory, {n}, owner);
 }
 
 // Packs rows. Returns their exceptions.
@@ -72,7 +73,7 @@ inline nb::ndarray<nb::numpy, int32_t, nb::ndim<1>> pack_weight_rows(
         const ReleasedGil released(elements.nbytes());
         return pack_weights<Format>(bytes_of(elements), n_rows, n_columns, dst, threads, isa);
     });
-    return join_lists(exceptions);
+    return join_lists<int32_t>(exceptions, [](const auto& list) -> const auto& { return list; });
 }
 
 // Exceptions of rows 0, row_step, 2 row_step ...

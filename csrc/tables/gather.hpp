@@ -220,17 +220,14 @@ struct TableRows {
     TableExceptions exceptions;
 };
 
-// Rows ids[0 .. n), or first .. first + n if ids is null, to `dst`, one after the other.
+// Rows ids[0 .. n) to `dst`, one after the other.
 template <class U>
 inline void gather_rows(const TableShape& shape, const TableRows& from, const int64_t* ids,
-                        std::size_t first, std::size_t n, uint8_t* dst, std::size_t threads,
-                        Isa isa) {
+                        std::size_t n, uint8_t* dst, std::size_t threads, Isa isa) {
     const TableReader<U> reader(shape, isa);
     const std::size_t row_nbytes = shape.row_nbytes();
     const std::size_t at_once = std::max<std::size_t>(1, kTableBlockNbytes / row_nbytes);
-    const auto number = [&](std::size_t i) {
-        return ids == nullptr ? first + i : static_cast<std::size_t>(ids[i]);
-    };
+    const auto number = [&](std::size_t i) { return static_cast<std::size_t>(ids[i]); };
     parallel_for((n + at_once - 1) / at_once, threads, [&](std::size_t, std::size_t block) {
         const Scratch scratch(shape.n_columns + 64);
         const std::size_t start = block * at_once, stop = std::min(start + at_once, n);

@@ -122,13 +122,10 @@ def list_ways(sample: _Words, dtype: str) -> list[TableWay]:
 def _measure_dense(format: TableFormat, words: str, missed: float) -> TableWay:
     """A way without sparse rows; `missed` is the share of elements that are exceptions."""
     pulled = {
-        granule: _mean_touched(format.stride, _read_nbytes(format), granule) for granule in GRANULES
+        granule: _mean_touched(format.stride, format.content_nbytes, granule)
+        for granule in GRANULES
     }
     return TableWay(format, words, pulled, _fast_nbytes(format, missed * format.n_columns))
-
-
-def _read_nbytes(format: TableFormat) -> int:
-    return format.content_nbytes
 
 
 def _fast_nbytes(format: TableFormat, n_exceptions: float) -> float:

@@ -116,7 +116,7 @@ class PackedTable:
 
     def update_(self, ids: Any, rows: Any) -> None:
         """Replaces rows. Those that the table's format holds are packed in place; others are kept
-        plain beside it (`n_unpacked_rows`), and `repack` packs the table anew.
+        plain beside it; `n_unpacked_rows` counts them.
 
         Nothing may gather meanwhile.
 
