@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.common import machine
 
-__all__ = ["add_outputs", "begin", "end", "finish", "keep"]
+__all__ = ["add_outputs", "begin", "conditions", "end", "finish", "keep"]
 
 Result = dict[str, Any]
 
@@ -34,6 +34,28 @@ def end(result: Result) -> None:
     """Add how busy the machine is once all is timed to what `begin` has made."""
     result["load_after"] = os.getloadavg()[0]
     result["core_scaling"].append(machine.core_scaling())
+
+
+def conditions(result: Result, *, how: str = "", where: str = "") -> str:
+    """The machine of a measurement, how busy it was, and the versions, for a document.
+
+    Args:
+        result: what `begin` and `end` have filled, with "date", "versions" and "path".
+        how: what to say behind the date.
+        where: what to say behind the memory.
+    """
+    m = result["machine"]
+    packages = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+    before, after = result["core_scaling"]
+    return (
+        f"Measured on {result['date']}{how}. {m['cpu']} (family/model/stepping "
+        f"{m['family_model_stepping']}), {m['cores']} cores, {m['memory_gib']} GiB{where}.\n"
+        f"{m['system']}, Python {m['python']}; {packages}.\n"
+        f"packhorse on its {result['path']} path; load {result['load_before']:.1f} before, "
+        f"{result['load_after']:.1f} after.\n"
+        f"Two threads of SHA-256 in the cache did {before:.2f} times the work of one before, and "
+        f"{after:.2f} after."
+    )
 
 
 def keep(result: Result, place: Path | None) -> None:

@@ -7,6 +7,8 @@ They are a function of the JSON that `run.py host` keeps; nothing is measured he
 from collections.abc import Iterator
 from typing import Any
 
+from benchmarks.common import figures
+
 __all__ = ["document", "part", "targets"]
 
 Result = dict[str, Any]
@@ -44,26 +46,11 @@ def document(result: Result) -> str:
     """The whole of docs/benchmarks_host.md."""
     parts = [
         INTRODUCTION,
-        f"## Machine\n\n{_conditions(result)}\n",
+        f"## Machine\n\n{figures.conditions(result)}\n",
         f"## Targets\n\n{targets(result)}\n",
         *(f"{part(result, name)}\n" for name in ("ratios", "gathers", "packing")),
     ]
     return "\n".join(parts)
-
-
-def _conditions(result: Result) -> str:
-    m = result["machine"]
-    packages = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
-    before, after = result["core_scaling"]
-    return (
-        f"Measured on {result['date']}. {m['cpu']} (family/model/stepping "
-        f"{m['family_model_stepping']}), {m['cores']} cores, {m['memory_gib']} GiB.\n"
-        f"{m['system']}, Python {m['python']}; {packages}.\n"
-        f"packhorse on its {result['path']} path; load {result['load_before']:.1f} before, "
-        f"{result['load_after']:.1f} after.\n"
-        f"Two threads of SHA-256 in the cache did {before:.2f} times the work of one before, and "
-        f"{after:.2f} after."
-    )
 
 
 def _line(cells: list[str]) -> str:

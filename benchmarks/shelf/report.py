@@ -7,6 +7,7 @@ They are a function of the JSON that `run.py shelf` keeps; nothing is measured h
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from benchmarks.common import figures
 from benchmarks.shelf.picture import ALT, NAME, picture
 
 __all__ = ["PICTURE", "document", "part", "picture", "targets"]
@@ -66,28 +67,13 @@ def document(result: Result) -> str:
     """
     parts = [
         INTRODUCTION,
-        f"## Machine\n\n{_conditions(result)}\n",
+        f"## Machine\n\n{figures.conditions(result, where=', virtual disk')}\n",
         f"## Targets\n\n{targets(result)}\n",
         *(f"{part(result, name)}\n" for name in ("rows", "limited", "training", "table")),
         f"## Where a rival is ahead of ours\n\n{losses(result)}\n",
         f"## How each store is run\n\n{_ways(result)}\n",
     ]
     return "\n".join(parts)
-
-
-def _conditions(result: Result) -> str:
-    m = result["machine"]
-    packages = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
-    before, after = result["core_scaling"]
-    return (
-        f"Measured on {result['date']}. {m['cpu']} (family/model/stepping "
-        f"{m['family_model_stepping']}), {m['cores']} cores, {m['memory_gib']} GiB, virtual disk.\n"
-        f"{m['system']}, Python {m['python']}; {packages}.\n"
-        f"packhorse on its {result['path']} path; load {result['load_before']:.1f} before, "
-        f"{result['load_after']:.1f} after.\n"
-        f"Two threads of SHA-256 in the cache did {before:.2f} times the work of one before, and "
-        f"{after:.2f} after."
-    )
 
 
 def _rows(found: Result) -> str:

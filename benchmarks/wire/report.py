@@ -8,6 +8,7 @@ a function for each scenario.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from benchmarks.common import figures
 from benchmarks.wire import picture as drawing
 from benchmarks.wire.crossover import RAW, crossover
 from benchmarks.wire.picture import ALT, NAME
@@ -116,22 +117,11 @@ def _parts() -> list[tuple[str, Callable[[Result], str]]]:
 
 
 def _conditions(result: Result) -> str:
-    m = result["machine"]
-    packages = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
-    before, after = result["core_scaling"]
-    shaped = result["not_shaped"]
+    rounds, shaped = result["rounds"], result["not_shaped"]
     dropped = sum(run["dropped"] for run in result["runs"])
+    how = f", {rounds} rounds, {3 * rounds} of a DLRM, at most 3 at 100 Mb/s"
     return (
-        f"Measured on {result['date']}, {result['rounds']} rounds, {3 * result['rounds']} "
-        "of a DLRM, at most 3 at 100 Mb/s. "
-        f"{m['cpu']} "
-        f"(family/model/stepping {m['family_model_stepping']}), {m['cores']} cores, "
-        f"{m['memory_gib']} GiB.\n"
-        f"{m['system']}, Python {m['python']}; {packages}.\n"
-        f"packhorse on its {result['path']} path; load {result['load_before']:.1f} before, "
-        f"{result['load_after']:.1f} after.\n"
-        f"Two threads of SHA-256 in the cache did {before:.2f} times the work of one before, and "
-        f"{after:.2f} after."
+        figures.conditions(result, how=how)
         + f"\nAll interfaces together dropped {dropped} packets."
         + (f"\nThe links are not shaped, all ranks used the loopback: {shaped}." if shaped else "")
     )
