@@ -104,6 +104,7 @@ void run(Input input) {
     const uint32_t flags = input.take(1);
     shape.has_sign = (flags & 1) != 0;
     shape.has_row_value = (flags & 2) != 0;
+    shape.has_triples = (flags & 4) != 0;
     shape.capacity = input.take(2) % 301;
     const std::size_t more = input.take(1) % 3;
     const uint64_t every_bit =
@@ -120,6 +121,7 @@ void run(Input input) {
             uint64_t value = 0;
             input.take_bytes(reinterpret_cast<uint8_t*>(&value), sizeof(U));
             shape.values[i] = value & outside;
+            if (shape.has_triples && i >= kTripleCodes) shape.values[i] = shape.values[0];
         }
         const std::size_t n_rows = std::min(input.nbytes() / shape.row_nbytes(), kMaxRows);
         Buffer elements(n_rows * shape.row_nbytes(), 0, 1);

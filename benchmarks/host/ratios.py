@@ -22,11 +22,14 @@ def measure(table: Table) -> dict[str, Any]:
     words, raw = table.words, table.words.shape[1] * table.words.itemsize
     ways = list_ways(words, table.dtype)
     chosen = {granule: choose_way(words, table.dtype, granule) for granule in GRANULES}
-    codes = {way.format.code_bits: way for way in ways if "exponents" in way.words}
+    coded = [way for way in ways if "exponents" in way.words]
+    codes = {way.format.code_bits: way for way in coded if not way.format.has_triples}
+    triples = [way for way in coded if way.format.has_triples]
     listed: dict[str, TableWay | None] = {
         "chosen for 32": chosen[32],
         "chosen for 128": chosen[128],
         "codes of 4 bits": codes.get(4),
+        "three codes in 10 bits": triples[0] if triples else None,
         "codes of 3 bits": codes.get(3),
         "bitmap": _best(ways, TableMode.BITMAP),
         "list": _best(ways, TableMode.LIST),

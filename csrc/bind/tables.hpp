@@ -15,18 +15,18 @@
 namespace packhorse {
 
 // mode, element_nbytes, n_columns, rest_bits, shift, has_sign, capacity, background, has_row_value,
-// stride.
-constexpr std::size_t kTableFields = 10;
+// has_triples, stride.
+constexpr std::size_t kTableFields = 11;
 
 inline TableShape table_shape(const Array<const uint64_t, 1>& fields,
                               const Array<const uint64_t, 1>& values) {
-    require(fields.shape(0) == kTableFields, "a table has ten fields");
+    require(fields.shape(0) == kTableFields, "a table has eleven fields");
     const std::size_t n_values = values.shape(0);
     require(std::has_single_bit(n_values) && n_values <= kMaxTableValues,
             "there must be 1, 2, 4 ... 256 values");
     const uint64_t* const at = fields.data();
     require(at[0] <= 3, "there is no such mode");
-    for (const std::size_t i : {1, 2, 3, 4, 6, 9})
+    for (const std::size_t i : {1, 2, 3, 4, 6, 10})
         require(at[i] <= UINT32_MAX, "a field is out of range");
     TableShape shape{static_cast<TableMode>(at[0]),
                      static_cast<uint32_t>(at[1]),
@@ -38,7 +38,8 @@ inline TableShape table_shape(const Array<const uint64_t, 1>& fields,
                      at[6],
                      at[7],
                      at[8] != 0,
-                     at[9],
+                     at[9] != 0,
+                     at[10],
                      {}};
     std::copy_n(values.data(), n_values, shape.values);
     require(shape.fits(), "the fields of the table do not fit each other");

@@ -1,5 +1,5 @@
-// Joins the planes of a dense row to elements of 16 or 32 bits with AVX2. The values are looked up
-// by shuffles, so there may be 16 of them at most.
+// Joins the planes of a dense row to elements of 8, 16 or 32 bits with AVX2. The values are looked
+// up by shuffles, so there may be 16 of them at most.
 #pragma once
 
 #include "tables/dense_portable.hpp"
@@ -13,23 +13,27 @@ struct Lanes256 {
     static constexpr std::size_t kCount = 32 / sizeof(U);
 
     PACKHORSE_AVX2 static __m256i widen(const uint8_t* src) {
+        if constexpr (sizeof(U) == 1)
+            return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(src));
         if constexpr (sizeof(U) == 2)
             return _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(src)));
         return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(src)));
     }
 
     PACKHORSE_AVX2 static __m256i broadcast(U value) {
+        if constexpr (sizeof(U) == 1) return _mm256_set1_epi8(static_cast<char>(value));
         if constexpr (sizeof(U) == 2) return _mm256_set1_epi16(static_cast<int16_t>(value));
         return _mm256_set1_epi32(static_cast<int32_t>(value));
     }
 
+    // Bits of bytes that reach the next byte are none that is kept.
     PACKHORSE_AVX2 static __m256i left(__m256i x, __m128i count) {
-        if constexpr (sizeof(U) == 2) return _mm256_sll_epi16(x, count);
+        if constexpr (sizeof(U) <= 2) return _mm256_sll_epi16(x, count);
         return _mm256_sll_epi32(x, count);
     }
 
     PACKHORSE_AVX2 static __m256i right(__m256i x, __m128i count) {
-        if constexpr (sizeof(U) == 2) return _mm256_srl_epi16(x, count);
+        if constexpr (sizeof(U) <= 2) return _mm256_srl_epi16(x, count);
         return _mm256_srl_epi32(x, count);
     }
 
@@ -39,6 +43,10 @@ struct Lanes256 {
     };
 
     PACKHORSE_AVX2 static Values prepare(const U* values) {
+        if constexpr (sizeof(U) == 1) {
+            const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values));
+            return {_mm256_broadcastsi128_si256(bytes), _mm256_setzero_si256()};
+        }
         if constexpr (sizeof(U) == 2) {
             alignas(16) uint8_t low[16], high[16];
             for (std::size_t i = 0; i < 16; ++i) {
@@ -55,6 +63,7 @@ struct Lanes256 {
 
     // The bits of `codes` above the code are zero.
     PACKHORSE_AVX2 static __m256i look_up(__m256i codes, const Values& values) {
+        if constexpr (sizeof(U) == 1) return _mm256_shuffle_epi8(values.first, codes);
         if constexpr (sizeof(U) == 2) {
             // A selector above 127 gives zero.
             const __m256i nothing = _mm256_set1_epi16(-0x8000);

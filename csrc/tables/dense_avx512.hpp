@@ -89,6 +89,19 @@ struct Lanes512 {
     }
 };
 
+// Stores 64 elements. Stores with masks are slow on some processors, so only the last ones have
+// one.
+template <class U>
+PACKHORSE_AVX512 PACKHORSE_INLINE void put_vectors(uint8_t* dst, uint64_t mask,
+                                                   const __m512i (&found)[sizeof(U)]) {
+    for (std::size_t q = 0; q < sizeof(U); ++q) {
+        if (mask == ~uint64_t{0})
+            _mm512_storeu_si512(dst + 64 * q, found[q]);
+        else
+            Lanes512<U>::put(dst + 64 * q, mask >> q * Lanes512<U>::kCount, found[q]);
+    }
+}
+
 template <class U>
 PACKHORSE_AVX512 inline void join_planes_avx512(const TablePlanes& planes,
                                                 const TableElements<U>& table, uint8_t* dst) {

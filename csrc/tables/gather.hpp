@@ -3,11 +3,11 @@
 
 #include "common/parallel.hpp"
 #include "common/scratch.hpp"
-#include "tables/bytes_avx2.hpp"
+#include "tables/bytes_avx512.hpp"
 #include "tables/dense_avx2.hpp"
 #include "tables/dense_avx512.hpp"
 #include "tables/indices_avx512.hpp"
-#include "tables/narrow_avx512.hpp"
+#include "tables/triples_avx2.hpp"
 
 namespace packhorse {
 
@@ -18,7 +18,7 @@ inline void join_planes(const TablePlanes& planes, const TableElements<U>& table
 #if PACKHORSE_X86
     if (table.code_bits <= 4) {
         if (isa >= Isa::kAvx512) return join_planes_avx512(planes, table, dst);
-        if constexpr (sizeof(U) == 2 || sizeof(U) == 4)
+        if constexpr (sizeof(U) <= 4)
             if (isa >= Isa::kAvx2) done = join_planes_avx2(planes, table, dst);
     }
 #endif
@@ -36,15 +36,37 @@ struct TableReader {
     bool has_indices;  // of 8 bits, for elements of 16 or 32 bits
     ValueBytes value_bytes{};
     IndexedBytes<U> indexed;
+#if PACKHORSE_X86
+    HighBits512 high;
+#endif
 
     TableReader(const TableShape& of, Isa which)
-        : shape(of), table(of), isa(which), has_bytes(has_byte_rests<U>(of)) {
+        : shape(of),
+          table(of),
+          isa(which),
+          has_bytes(has_byte_rests<U>(of))
+#if PACKHORSE_X86
+          ,
+          high(of)
+#endif
+    {
         has_indices = (sizeof(U) == 2 || sizeof(U) == 4) && of.code_bits == 8 &&
                       of.rest_bits == 0 && isa >= Isa::kAvx512Vbmi2;
         if (has_bytes) value_bytes = part_values(table);
         if (has_indices) indexed.fill(table);
     }
 };
+
+// The triples of a row. `scratch` as for unpack_high(): its second part receives the bits above
+// their low bytes.
+inline TripleSpan open_triples(const TableShape& shape, const uint8_t* row, uint8_t* scratch,
+                               Isa isa) {
+    const std::size_t count = shape.n_triples();
+    const uint8_t* const low = row + shape.triples_offset();
+    uint8_t* const top = scratch + round_up(shape.n_columns, 64);
+    vectorised(isa, [=]() PACKHORSE_VECTORISED { unpack_narrow<2>(low + count, count, top); });
+    return {low, top, shape.n_columns, count};
+}
 
 #if PACKHORSE_X86
 
@@ -73,38 +95,126 @@ PACKHORSE_AVX2 inline void join_nibbles(const TableReader<U>& reader, const uint
     join_bytes<U>({row, n, half, n - half, dst}, n_whole, values, NibbleCodesAvx2<true>{narrow});
 }
 
+// A row whose codes are in triples, of which 32 have three columns at least.
+template <class U>
+PACKHORSE_AVX2 inline void join_triples(const TableReader<U>& reader, const TripleSpan& span,
+                                        const uint8_t* row, uint8_t* dst) {
+    const uint32_t n_whole = reader.shape.n_whole();
+    const ValueBytes& values = reader.value_bytes;
+    if constexpr (sizeof(U) == 2) {
+        join_triples_avx2<U, 1>(span, row, values, dst);
+    } else {
+        if (n_whole == 1)
+            join_triples_avx2<U, 1>(span, row, values, dst);
+        else if (n_whole == 2)
+            join_triples_avx2<U, 2>(span, row, values, dst);
+        else
+            join_triples_avx2<U, 3>(span, row, values, dst);
+    }
+    const std::size_t n = span.n;
+    const auto put = [&](std::size_t column, U code) {
+        U packed = 0;
+        for (uint32_t i = 0; i < n_whole; ++i)
+            packed = static_cast<U>(packed | static_cast<U>(row[i * n + column]) << 8 * i);
+        packed = static_cast<U>(packed | code << 8 * n_whole);
+        store(dst + sizeof(U) * column, reader.table.element(packed));
+    };
+    for (std::size_t i = span.n_full(); i < span.count; ++i) {
+        const Triple codes(span.low[i], span.top[i]);
+        put(i, static_cast<U>(codes.first));
+        put(i + span.count, static_cast<U>(codes.second));
+    }
+}
+
 #endif
 
-// `scratch` has n_columns bytes.
+// Writes the bits above whole bytes as bytes. `high` has two parts of n_columns bytes, rounded up
+// to 64, and receives them in the first one.
+inline void unpack_high(const TableShape& shape, const uint8_t* row, uint8_t* high, Isa isa) {
+    const std::size_t n = shape.n_columns, t = shape.n_triples();
+    const uint8_t* const narrow = row + n * shape.n_whole();
+    const uint32_t bits = shape.narrow_bits();
+    with_narrow(bits, [&]<uint32_t kNarrow>() {
+        vectorised(isa, [=]() PACKHORSE_VECTORISED { unpack_narrow<kNarrow>(narrow, n, high); });
+    });
+    if (t == 0) return;
+    if (bits == 0) std::memset(high, 0, n);
+    const TripleSpan span = open_triples(shape, row, high, isa);
+    std::size_t done = 0;
+#if PACKHORSE_X86
+    if (isa >= Isa::kAvx2) done = put_codes_avx2(span, bits, high);
+#endif
+    put_codes_portable(span, done, bits, high);
+}
+
+#if PACKHORSE_X86
+
+template <class U>
+PACKHORSE_AVX512 inline void gather_bytes_avx512(const TableReader<U>& reader, const uint8_t* row,
+                                                 uint8_t* scratch, uint8_t* dst) {
+    const std::size_t n = reader.shape.n_columns;
+    const uint32_t n_whole = reader.shape.n_whole();
+    const ValueBytes& values = reader.value_bytes;
+    if constexpr (sizeof(U) == 2) {
+        join_bytes_avx512<U, 1>(reader.high, row, n, values, scratch, dst);
+    } else if constexpr (sizeof(U) == 4) {
+        if (n_whole == 1) return join_bytes_avx512<U, 1>(reader.high, row, n, values, scratch, dst);
+        if (n_whole == 2) return join_bytes_avx512<U, 2>(reader.high, row, n, values, scratch, dst);
+        join_bytes_avx512<U, 3>(reader.high, row, n, values, scratch, dst);
+    }
+}
+
+// Returns whether there was a way for the row.
+template <class U>
+PACKHORSE_AVX2 inline bool gather_bytes_avx2(const TableReader<U>& reader, const uint8_t* row,
+                                             uint8_t* dst, uint8_t* scratch) {
+    const TableShape& shape = reader.shape;
+    const std::size_t n = shape.n_columns;
+    if constexpr (sizeof(U) == 2 || sizeof(U) == 4) {
+        if (shape.has_triples) {
+            const TripleSpan span = open_triples(shape, row, scratch, Isa::kAvx2);
+            if (span.n_full() < 32) return false;
+            join_triples<U>(reader, span, row, dst);
+            return true;
+        }
+    }
+    if (n < 72) return false;
+    if (shape.narrow_bits() == 4) {
+        join_nibbles(reader, row, row + n * shape.n_whole(), dst);
+        return true;
+    }
+    unpack_high(shape, row, scratch, Isa::kAvx2);
+    join_bytes<U>({row, n, 0, n, dst}, shape.n_whole(), reader.value_bytes, ByteCodesAvx2{scratch});
+    return true;
+}
+
+#endif
+
+// `scratch` has gather_scratch_nbytes().
 template <class U>
 inline void gather_dense(const TableReader<U>& reader, const uint8_t* row, uint8_t* dst,
                          uint8_t* scratch) {
     const TableShape& shape = reader.shape;
     const Isa isa = reader.isa;
     const std::size_t n = shape.n_columns;
-    const uint8_t* const narrow = row + n * shape.n_whole();
-    const uint32_t bits = shape.narrow_bits();
+    const bool has_high = shape.narrow_bits() != 0 || shape.has_triples;
 #if PACKHORSE_X86
-    if (reader.has_bytes && bits == 4 && n >= 72 && isa >= Isa::kAvx2)
-        return join_nibbles(reader, row, narrow, dst);
+    if (reader.has_bytes) {
+        if (isa >= Isa::kAvx512) return gather_bytes_avx512(reader, row, scratch, dst);
+        if (isa >= Isa::kAvx2 && gather_bytes_avx2(reader, row, dst, scratch)) return;
+    }
     if constexpr (sizeof(U) == 2 || sizeof(U) == 4)
         if (reader.has_indices) return look_up_dense_avx512<U>(row, n, reader.indexed, dst);
+    if (has_high && isa >= Isa::kAvx512)
+        unpack_high_avx512(reader.high, row, scratch + round_up(n, 64), scratch);
+    else
 #endif
+        unpack_high(shape, row, scratch, isa);
     if (shape.code_bits == 8 && shape.rest_bits == 0) {
         for (std::size_t c = 0; c < n; ++c) store(dst + sizeof(U) * c, reader.table.values[row[c]]);
         return;
     }
-    with_narrow(bits, [&]<uint32_t kNarrow>() {
-        vectorised_wide(isa,
-                        [=]() PACKHORSE_VECTORISED { unpack_narrow<kNarrow>(narrow, n, scratch); });
-    });
-#if PACKHORSE_X86
-    if (reader.has_bytes && n >= 32 && isa >= Isa::kAvx2)
-        return join_bytes<U>({row, n, 0, n, dst}, shape.n_whole(), reader.value_bytes,
-                             ByteCodesAvx2{scratch});
-#endif
-    join_planes<U>({row, shape.n_whole(), bits == 0 ? nullptr : scratch, n}, reader.table, dst,
-                   isa);
+    join_planes<U>({row, shape.n_whole(), has_high ? scratch : nullptr, n}, reader.table, dst, isa);
 }
 
 template <class U>
@@ -214,6 +324,11 @@ inline void fetch_row(const TableShape& shape, const uint8_t* row) {
     for (std::size_t at = 0; at < nbytes; at += 64) __builtin_prefetch(row + at, 0, 3);
 }
 
+// High bits as bytes, and memory to get them: 8 slices of whole vectors at most.
+inline std::size_t gather_scratch_nbytes(const TableShape& shape) {
+    return 2 * round_up(shape.n_columns, 64) + 8 * 64 + 64;
+}
+
 // A table in memory.
 struct TableRows {
     const uint8_t* rows;
@@ -229,7 +344,7 @@ inline void gather_rows(const TableShape& shape, const TableRows& from, const in
     const std::size_t at_once = std::max<std::size_t>(1, kTableBlockNbytes / row_nbytes);
     const auto number = [&](std::size_t i) { return static_cast<std::size_t>(ids[i]); };
     parallel_for((n + at_once - 1) / at_once, threads, [&](std::size_t, std::size_t block) {
-        const Scratch scratch(shape.n_columns + 64);
+        const Scratch scratch(gather_scratch_nbytes(shape));
         const std::size_t start = block * at_once, stop = std::min(start + at_once, n);
         for (std::size_t i = start; i < std::min(start + kTableRowsAhead, stop); ++i)
             fetch_row(shape, from.rows + number(i) * shape.stride);

@@ -5,7 +5,7 @@
 
 #include "common/parallel.hpp"
 #include "common/scratch.hpp"
-#include "tables/table.hpp"
+#include "tables/triples_avx2.hpp"
 
 namespace packhorse {
 
@@ -199,11 +199,11 @@ struct TableScratch {
     Scratch memory;
     U* packed;
     U* found;
-    uint8_t* high;    // n bytes, rounded up to 8
+    uint8_t* high;    // n + 2 bytes, rounded up to 8
     uint8_t* stored;  // packed elements of n + 1 columns
 
     explicit TableScratch(std::size_t n)
-        : TableScratch(round_up(n * sizeof(U), 64), round_up(n, 64)) {}
+        : TableScratch(round_up(n * sizeof(U), 64), round_up(n + 2, 64)) {}
 
   private:
     TableScratch(std::size_t elements, std::size_t bytes)
@@ -213,6 +213,26 @@ struct TableScratch {
           high(memory.get() + 2 * elements),
           stored(high + bytes) {}
 };
+
+// Writes the codes of packed elements. `codes` is memory for them. The triples are zero before.
+template <class U>
+inline void write_triples(const TableShape& shape, const U* packed, uint8_t* codes, uint8_t* dst,
+                          Isa isa) {
+    const std::size_t n = shape.n_columns, t = shape.n_triples();
+    const uint32_t rest_bits = shape.rest_bits;
+    vectorised_wide(isa, [=]() PACKHORSE_VECTORISED {
+        const U* __restrict const from = packed;
+        uint8_t* __restrict const to = codes;
+        for (std::size_t c = 0; c < n; ++c) to[c] = static_cast<uint8_t>(from[c] >> rest_bits);
+        for (std::size_t c = n; c < 3 * t; ++c) to[c] = 0;
+    });
+    std::size_t done = 0;
+#if PACKHORSE_X86
+    if (isa >= Isa::kAvx2) done = make_triples_avx2(codes, t, dst);
+#endif
+    make_triples_portable(codes, t, done, dst);
+    vectorised_wide(isa, [=]() PACKHORSE_VECTORISED { pack_narrow<2>(codes, t, dst + t); });
+}
 
 // Writes the planes of packed elements. The row is zero before.
 template <class U>
@@ -236,6 +256,7 @@ inline void write_planes(const TableShape& shape, const U* packed, uint8_t* high
             pack_narrow<kNarrow>(high, n, row + n * n_whole);
         });
     });
+    if (shape.has_triples) write_triples(shape, packed, high, row + shape.triples_offset(), isa);
 }
 
 // The row is zero before.

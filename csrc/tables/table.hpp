@@ -14,6 +14,8 @@ constexpr std::size_t kMaxTableColumns = 65536;
 constexpr std::size_t kMaxTableValues = 256;
 constexpr std::size_t kTableStrideAlignment = 32;
 constexpr std::size_t kListEnd = 0xFFFF;
+constexpr uint32_t kTripleCodes = 10;    // 10 * 10 * 10 codes fit in 10 bits
+constexpr uint32_t kTripleCodeBits = 4;  // of such a code, once it is read
 
 // The mask of the first `n` columns of 64.
 PACKHORSE_INLINE uint64_t first_columns(std::size_t n) {
@@ -37,14 +39,18 @@ struct TableShape {
     std::size_t capacity;
     uint64_t background;
     bool has_row_value;
+    bool has_triples;  // the codes of three columns are one number
     std::size_t stride;
     uint64_t values[kMaxTableValues];
 
     bool is_sparse() const { return mode == TableMode::kBitmap || mode == TableMode::kList; }
     std::size_t row_nbytes() const { return n_columns * element_nbytes; }
     uint32_t packed_bits() const { return code_bits + rest_bits; }
-    uint32_t n_whole() const { return packed_bits() / 8; }
-    uint32_t narrow_bits() const { return packed_bits() % 8; }
+    // Bits of a packed element that are in the planes of a dense row.
+    uint32_t plane_bits() const { return has_triples ? rest_bits : packed_bits(); }
+    uint32_t n_whole() const { return plane_bits() / 8; }
+    uint32_t narrow_bits() const { return plane_bits() % 8; }
+    std::size_t n_triples() const { return has_triples ? (n_columns + 2) / 3 : 0; }
     std::size_t row_value_nbytes() const { return has_row_value ? element_nbytes : 0; }
     std::size_t bitmap_nbytes() const {
         return mode == TableMode::kBitmap ? (n_columns + 63) / 64 * 8 : 0;
@@ -55,6 +61,11 @@ struct TableShape {
     std::size_t content_nbytes() const {
         if (mode == TableMode::kRaw) return row_nbytes();
         if (is_sparse()) return first_nbytes() + capacity * entry_nbytes();
+        return triples_offset() + n_triples() + narrow_nbytes(2, n_triples());
+    }
+
+    // Bytes of a dense row before its triples.
+    std::size_t triples_offset() const {
         std::size_t nbytes = n_columns * n_whole();
         for (const uint32_t bits : {4u, 2u, 1u})
             if ((narrow_bits() & bits) != 0) nbytes += narrow_nbytes(bits, n_columns);
@@ -71,7 +82,8 @@ struct TableShape {
         if (rest_bits < (has_sign ? 1u : 0u) || rest_bits > element_bits || b > element_bits)
             return false;
         if (shift + rest_bits > element_bits) return false;
-        if (mode == TableMode::kDense ? b < 1 : has_sign) return false;
+        if (mode == TableMode::kDense ? b < 1 : has_sign || has_triples) return false;
+        if (has_triples && (code_bits != kTripleCodeBits || rest_bits % 8 > 4)) return false;
         if (is_sparse()) {
             if (capacity < 1 || capacity > n_columns || (b != 0 && b != 8 && b != element_bits))
                 return false;

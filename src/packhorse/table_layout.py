@@ -17,6 +17,8 @@ __all__ = [
     "TABLE_MAGIC",
     "TABLE_STRIDE_ALIGNMENT",
     "TABLE_VERSION",
+    "TRIPLE_CODES",
+    "TRIPLE_CODE_BITS",
     "TableFlag",
     "TableFormat",
     "TableMode",
@@ -36,6 +38,8 @@ MAX_TABLE_ROWS = 1 << 48
 MAX_TABLE_EXCEPTIONS = (1 << 32) - 1
 LIST_END = 0xFFFF  # the column that ends a list row
 NARROW_PLANES = (4, 2, 1)  # bits of the planes for the bits above whole bytes
+TRIPLE_CODES = 10  # 10 * 10 * 10 codes fit in 10 bits
+TRIPLE_CODE_BITS = 4  # of such a code, once it is read
 
 
 class TableMode(IntEnum):
@@ -52,6 +56,7 @@ class TableFlag(IntEnum):
 
     SIGN = 1
     ROW_VALUE = 2
+    TRIPLES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,7 @@ class TableFormat:
         capacity: stored elements of a sparse row, at most.
         background: the element that a sparse row does not store.
         has_row_value: whether all stored elements of a sparse row are equal.
+        has_triples: whether the codes of three columns are one number.
         stride: bytes of a row; 0 here means the least that the content needs.
     """
 
@@ -82,6 +88,7 @@ class TableFormat:
     capacity: int = 0
     background: int = 0
     has_row_value: bool = False
+    has_triples: bool = False
     stride: int = 0
 
     def __post_init__(self) -> None:
@@ -110,6 +117,17 @@ class TableFormat:
         return self.code_bits + self.rest_bits
 
     @property
+    def plane_bits(self) -> int:
+        """Bits of a packed element that are in the planes of a dense row: without its code, if
+        triples have it."""
+        return self.rest_bits if self.has_triples else self.packed_bits
+
+    @property
+    def n_triples(self) -> int:
+        """Numbers with the codes of three columns."""
+        return -(-self.n_columns // 3) if self.has_triples else 0
+
+    @property
     def is_sparse(self) -> bool:
         """Whether rows store only what differs from the background."""
         return self.mode in (TableMode.BITMAP, TableMode.LIST)
@@ -117,7 +135,7 @@ class TableFormat:
     @property
     def narrow_planes(self) -> tuple[int, ...]:
         """Bits of the narrow planes of a dense row, in their order."""
-        return tuple(bits for bits in NARROW_PLANES if self.packed_bits % 8 & bits)
+        return tuple(bits for bits in NARROW_PLANES if self.plane_bits % 8 & bits)
 
     @property
     def rest_mask(self) -> int:
@@ -127,7 +145,12 @@ class TableFormat:
 
     def narrow_nbytes(self, bits: int) -> int:
         """Bytes of a narrow plane."""
-        return bits * -(-self.n_columns // 8)
+        return _narrow_nbytes(bits, self.n_columns)
+
+    @property
+    def triples_nbytes(self) -> int:
+        """Bytes of the triples of a dense row."""
+        return self.n_triples + _narrow_nbytes(2, self.n_triples)
 
     @property
     def first_nbytes(self) -> int:
@@ -151,9 +174,13 @@ class TableFormat:
         if self.is_sparse:
             return self.first_nbytes + self.capacity * self.entry_nbytes
         narrow = sum(self.narrow_nbytes(bits) for bits in self.narrow_planes)
-        return self.n_columns * (self.packed_bits // 8) + narrow
+        return self.n_columns * (self.plane_bits // 8) + narrow + self.triples_nbytes
 
     @property
     def block_rows(self) -> int:
         """Rows that share a checksum."""
         return max(1, TABLE_BLOCK_NBYTES // self.stride)
+
+
+def _narrow_nbytes(bits: int, n_columns: int) -> int:
+    return bits * -(-n_columns // 8)

@@ -30,8 +30,9 @@ def word_rows() -> NDArray[np.uint32]:
 @pytest.mark.parametrize(
     ("rows", "dtype", "mode", "pulled"),
     [
-        (normal_rows(ml_dtypes.bfloat16, 384), "BF16", TableMode.DENSE, 576),
-        (normal_rows(np.float32, 384), "F32", TableMode.DENSE, 1344),
+        (normal_rows(ml_dtypes.bfloat16, 384), "BF16", TableMode.DENSE, 544),
+        (normal_rows(np.float16, 384), "F16", TableMode.DENSE, 704),
+        (normal_rows(np.float32, 384), "F32", TableMode.DENSE, 1312),
         (normal_rows(ml_dtypes.bfloat16, 384).astype(np.uint32) << 16, "F32", TableMode.DENSE, 576),
         (normal_rows(ml_dtypes.float8_e4m3fn, 128), "F8_E4M3", TableMode.RAW, 128),
         (np.random.default_rng(1).integers(0, 256, (900, 384), np.uint8), "I8", TableMode.RAW, 384),
@@ -39,8 +40,12 @@ def word_rows() -> NDArray[np.uint32]:
         (np.full((100, 64), 5, np.int64).view(np.uint64), "I64", TableMode.DENSE, 32),
         (np.arange(80_000, dtype=np.uint32).reshape(-1, 8) % 1000, "U32", TableMode.RAW, 32),
         (np.arange(80_000, dtype=np.uint32).reshape(-1, 80) % 1000, "U32", TableMode.DENSE, 128),
+        (np.arange(192_000, dtype=np.uint8).reshape(-1, 192) % 9, "U8", TableMode.DENSE, 96),
     ],
-    ids=["bf16", "f32", "bf16 as f32", "f8", "i8", "words", "constant", "short rows", "integers"],
+    ids=[
+        *("bf16", "f16", "f32", "bf16 as f32", "f8", "i8", "words", "constant", "short rows"),
+        *("integers", "few values"),
+    ],
 )
 def test_the_fewest_bytes_are_pulled(
     rows: NDArray[np.unsignedinteger], dtype: str, mode: TableMode, pulled: int
@@ -73,10 +78,10 @@ def test_lines_of_128_bytes_change_the_choice() -> None:
 def test_exceptions_in_fast_memory_are_limited() -> None:
     rows = normal_rows(ml_dtypes.bfloat16, 384)
     ways = {way.words: way for way in list_ways(rows, "BF16")}
-    three, four = ways["exponents, codes of 3 bits"], ways["exponents, codes of 4 bits"]
-    assert three.pulled[32] < four.pulled[32]
+    three, ten = ways["exponents, codes of 3 bits"], ways["exponents, three codes in 10 bits"]
+    assert three.format.content_nbytes < ten.format.content_nbytes
     assert not three.is_allowed
-    assert four.is_allowed
+    assert ten.is_allowed
 
 
 def test_a_table_without_rows_is_raw() -> None:

@@ -27,6 +27,7 @@ from packhorse.reference.tables import encode_table
 from packhorse.table_layout import TABLE_CRC_OFFSET, TableFormat, TableMode
 
 TABLES = named_tables()
+ROWS = np.empty((0, 32), np.uint8)
 Rows = NDArray[np.unsignedinteger]
 
 
@@ -186,7 +187,8 @@ def test_any_flipped_bit_of_a_header_is_found() -> None:
         (5, b"\xff", "dtype code 255"),
         (5, b"\x18", "dtype code 24"),  # F4
         (6, b"\x04", "mode 4"),
-        (7, b"\x07", "flags 0x7"),
+        (7, b"\x09", "flags 0x9"),
+        (7, b"\x05", "triples of codes of 3 bits"),
         (8, b"\x09", "codes of 9 bits"),
         (9, b"\x0f", "a rest of 15 bits"),
         (10, b"\x09", "moved by 9 bits"),
@@ -213,6 +215,17 @@ def test_fields_that_break_a_rule_are_refused(offset: int, value: bytes, words: 
     struct.pack_into("<I", wrong, TABLE_CRC_OFFSET, crc32c(wrong))
     with pytest.raises(CorruptionError, match=words):
         decode_header(bytes(wrong))
+
+
+def test_values_that_triples_cannot_have_are_refused() -> None:
+    _, format = TABLES["BF16 exponents in triples"]
+    with pytest.raises(ValueError, match="triples of more than 10 values"):
+        TablePacker(replace(format, values=format.values[:10] + format.values[:6][::-1]), ROWS)
+    with pytest.raises(ValueError, match="triples of codes of 4 bits beside 7 bits"):
+        TablePacker(replace(format, rest_bits=7), ROWS)
+    sparse = replace(TABLES["bitmap and one element, 16 bits"][1], has_triples=True)
+    with pytest.raises(ValueError, match="bitmap rows cannot have triples"):
+        TablePacker(sparse, ROWS)
 
 
 def test_a_later_version_is_told() -> None:

@@ -1,6 +1,7 @@
 """Rows that packed tables must hold, formats for them, and packed tables that are broken."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import ml_dtypes
@@ -89,6 +90,12 @@ def _exponent_format(dtype: str, n_columns: int, code_bits: int) -> TableFormat:
     )
 
 
+def _with_triples(format: TableFormat) -> TableFormat:
+    """The same with at most 10 values, in triples."""
+    values = format.values[2:12]
+    return replace(format, values=values + values[:1] * 6, has_triples=True, stride=0)
+
+
 def named_tables(n_rows: int = 40, n_columns: int = 37) -> dict[str, tuple[_Rows, TableFormat]]:
     """Tables of every mode, dtype and kind of stored element, each with exceptions if it can have
     any."""
@@ -98,6 +105,9 @@ def named_tables(n_rows: int = 40, n_columns: int = 37) -> dict[str, tuple[_Rows
         if format.packed_bits < format.element_bits:
             rows = float_rows(dtype, n_rows, n_columns)
             found[f"{dtype} exponents of {code_bits} bits"] = rows, format
+        if code_bits == 4 and format.rest_bits % 8 <= 4:
+            rows = float_rows(dtype, n_rows, n_columns)
+            found[f"{dtype} exponents in triples"] = rows, _with_triples(format)
     for bits in (8, 16, 32, 64):
         rows = integer_rows(bits, n_rows, n_columns)
         raw = TableFormat(TableMode.RAW, bits, n_columns, rest_bits=bits)
@@ -108,6 +118,7 @@ def named_tables(n_rows: int = 40, n_columns: int = 37) -> dict[str, tuple[_Rows
         )
         indices = TableFormat(TableMode.DENSE, bits, n_columns, tuple(range(3, 67)))
         found[f"indices, {bits} bits"] = rows, indices
+        found[f"indices in triples, {bits} bits"] = rows, _with_triples(indices)
         found |= _sparse_tables(bits, n_rows, n_columns)
     shifted = float_rows("BF16", n_rows, n_columns).astype(np.uint32) << np.uint32(16)
     values = tuple(e << 23 for e in range(110, 126))
@@ -151,7 +162,13 @@ def dense_formats(bits: int, n_columns: int, code_bits: int) -> Iterator[TableFo
                 sum((code >> i & 1) << bit for i, bit in enumerate(free))
                 for code in range(1 << code_bits)
             )
-            yield TableFormat(TableMode.DENSE, bits, n_columns, values, rest_bits, shift, has_sign)
+            format = TableFormat(
+                *(TableMode.DENSE, bits, n_columns, values, rest_bits, shift, has_sign),
+            )
+            yield format
+            if code_bits == 4 and rest_bits % 8 <= 4:
+                values = values[:10] + values[:1] * 6
+                yield replace(format, values=values, has_triples=True, stride=0)
 
 
 def broken_tables(arrays: TableArrays, format: TableFormat) -> Iterator[tuple[str, TableArrays]]:

@@ -17,12 +17,20 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from packhorse.table_layout import LIST_END, TABLE_STRIDE_ALIGNMENT, TableFormat, TableMode
+from packhorse.table_layout import (
+    LIST_END,
+    TABLE_STRIDE_ALIGNMENT,
+    TRIPLE_CODE_BITS,
+    TRIPLE_CODES,
+    TableFormat,
+    TableMode,
+)
 
 __all__ = [
     "GRANULES",
     "MAX_FAST_SHARE",
     "MAX_FAST_SHARE_OF_PLAIN",
+    "MAX_MARKED_SHARE",
     "SAMPLE_NBYTES",
     "TableWay",
     "choose_way",
@@ -33,6 +41,7 @@ GRANULES = (32, 128)
 SAMPLE_NBYTES = 8 << 20  # of plain rows, enough for a choice
 MAX_FAST_SHARE = 0.02  # of the packed rows, that exceptions may take in fast memory
 MAX_FAST_SHARE_OF_PLAIN = 0.005
+MAX_MARKED_SHARE = 0.25  # of rows that may have exceptions, where rows will change
 _FLOAT_FIELDS = {  # bits of exponent and mantissa
     "BF16": (8, 7),
     "F16": (5, 10),
@@ -43,8 +52,14 @@ _FLOAT_FIELDS = {  # bits of exponent and mantissa
     "F8_E4M3FNUZ": (4, 3),
     "F8_E5M2FNUZ": (5, 2),
 }
-_CODE_BITS = (0, 1, 2, 3, 4, 5)  # of exponents; wider codes take as much as they save
-_INDEX_BITS = range(1, 9)  # of one of few elements
+# Numbers of codes, their bits, and whether they are in triples. Wider codes of exponents take as
+# much as they save.
+_CODES = (
+    *((1 << bits, bits, False) for bits in range(4)),
+    (TRIPLE_CODES, TRIPLE_CODE_BITS, True),
+    *((1 << bits, bits, False) for bits in (4, 5)),
+)
+_INDICES = (*_CODES[1:], *((1 << bits, bits, False) for bits in (6, 7, 8)))  # of whole elements
 _MIN_USES = 16  # of a value, in the sample, on average
 _MARK_BITS = 2  # of a row's mark and rank
 _Words = NDArray[np.unsignedinteger]
@@ -59,12 +74,14 @@ class TableWay:
         words: what that is, in words.
         pulled: bytes that a fetch of a row touches, on average, by granule.
         fast_nbytes: bytes of a row's exceptions in fast memory, on average.
+        marked_share: share of the rows that have exceptions.
     """
 
     format: TableFormat
     words: str
     pulled: dict[int, float]
     fast_nbytes: float
+    marked_share: float
 
     @property
     def is_allowed(self) -> bool:
@@ -73,20 +90,25 @@ class TableWay:
         return self.fast_nbytes <= max(MAX_FAST_SHARE * packed, MAX_FAST_SHARE_OF_PLAIN * plain)
 
 
-def choose_way(sample: _Words, dtype: str, granule: int = GRANULES[0]) -> TableWay:
+def choose_way(
+    sample: _Words, dtype: str, granule: int = GRANULES[0], *, will_change: bool = False
+) -> TableWay:
     """The way that touches the fewest granules.
 
     Args:
         sample: rows of the table, (any number, n_columns), as unsigned integers of its elements.
         dtype: safetensors' name of the dtype.
         granule: bytes that a fetch takes at once, 32 or 128.
+        will_change: whether rows will be replaced. A row with exceptions is not replaced in place,
+            so then few rows may have any.
 
     Raises:
         ValueError: there is no such granule.
     """
     if granule not in GRANULES:
         raise ValueError(f"granule is {granule}; it must be one of {GRANULES}")
-    ways = [way for way in list_ways(sample, dtype) if way.is_allowed]
+    most = MAX_MARKED_SHARE if will_change else 1.0
+    ways = [way for way in list_ways(sample, dtype) if way.is_allowed and way.marked_share <= most]
 
     def cost(way: TableWay) -> tuple[float, int, float]:
         is_coded = way.format.mode is not TableMode.RAW
@@ -125,14 +147,11 @@ def _measure_dense(format: TableFormat, words: str, missed: float) -> TableWay:
         granule: _mean_touched(format.stride, format.content_nbytes, granule)
         for granule in GRANULES
     }
-    return TableWay(format, words, pulled, _fast_nbytes(format, missed * format.n_columns))
-
-
-def _fast_nbytes(format: TableFormat, n_exceptions: float) -> float:
-    """Bytes of a row's exceptions, its mark and its start, if exceptions are spread by chance."""
-    each = 2 + format.element_nbytes
-    starts = 4 * -math.expm1(-n_exceptions)
-    return n_exceptions * each + starts + (_MARK_BITS / 8 if n_exceptions else 0.0)
+    n_exceptions = missed * format.n_columns  # of a row
+    marked_share = -math.expm1(-n_exceptions)  # if exceptions are spread by chance
+    fast_nbytes = n_exceptions * (2 + format.element_nbytes) + 4 * marked_share
+    fast_nbytes += _MARK_BITS / 8 if n_exceptions else 0.0
+    return TableWay(format, words, pulled, fast_nbytes, marked_share)
 
 
 def _mean_touched(stride: int, nbytes: int, granule: int) -> float:
@@ -160,16 +179,24 @@ def _coded_ways(
         values, places = np.unique(elements & outside, return_inverse=True)
         of_values = np.bincount(places.reshape(-1), weights=shares)
         order = np.argsort(-of_values, kind="stable")
-        for code_bits in _CODE_BITS:
-            if not 1 <= code_bits + rest_bits < bits:
+        for n_codes, code_bits, has_triples in _CODES:
+            packed_bits = rest_bits + (10 / 3 if has_triples else code_bits)
+            if not 1 <= packed_bits < bits or (has_triples and rest_bits % 8 > 4):
                 continue
-            kept = order[: 1 << code_bits]
-            format = replace(base, values=_values(values[kept], code_bits), stride=0)
+            kept = order[:n_codes]
+            format = replace(
+                base, values=_values(values[kept], code_bits), has_triples=has_triples, stride=0
+            )
             missed = max(0.0, 1.0 - float(of_values[kept].sum()))
-            text = f"{words}, codes of {code_bits} bits" if code_bits else words
-            yield _measure_dense(format, text, missed)
-            if len(values) <= 1 << code_bits:
+            yield _measure_dense(format, words + _code_words(code_bits, has_triples), missed)
+            if len(values) <= n_codes:
                 break
+
+
+def _code_words(code_bits: int, has_triples: bool) -> str:
+    if has_triples:
+        return ", three codes in 10 bits"
+    return f", codes of {code_bits} bits" if code_bits else ""
 
 
 def _rests(dtype: str, bits: int, shift: int, elements: _Words) -> Iterator[tuple[int, bool, str]]:
@@ -198,13 +225,16 @@ def _index_ways(
 ) -> Iterator[TableWay]:
     """Ways in which a code stands for a whole element."""
     bits = 8 * elements.dtype.itemsize
-    for code_bits in _INDEX_BITS:
+    for n_codes, code_bits, has_triples in _INDICES:
         if code_bits >= bits:
             return
-        kept = elements[: 1 << code_bits]
-        format = TableFormat(TableMode.DENSE, bits, n_columns, _values(kept, code_bits))
+        kept = elements[:n_codes]
+        format = TableFormat(
+            *(TableMode.DENSE, bits, n_columns, _values(kept, code_bits)), has_triples=has_triples
+        )
         missed = max(0.0, 1.0 - float(shares[: len(kept)].sum()))
-        yield _measure_dense(format, f"indices of {code_bits} bits", missed)
+        words = "three indices in 10 bits" if has_triples else f"indices of {code_bits} bits"
+        yield _measure_dense(format, words, missed)
         if len(elements) <= len(kept):
             return
 
@@ -282,5 +312,6 @@ def _measure_sparse(
         pulled[granule] = granule * sum(touched) / len(touched)
     left = counts - stored
     each = 2 + format.element_nbytes
-    fast = float(left.mean()) * each + float((left > 0).mean()) * 4
-    return TableWay(format, words, pulled, fast + (_MARK_BITS / 8 if left.any() else 0.0))
+    marked_share = float((left > 0).mean())
+    fast = float(left.mean()) * each + 4 * marked_share + (_MARK_BITS / 8 if left.any() else 0.0)
+    return TableWay(format, words, pulled, fast, marked_share)

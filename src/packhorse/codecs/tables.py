@@ -27,6 +27,8 @@ from packhorse.table_layout import (
     TABLE_MAGIC,
     TABLE_STRIDE_ALIGNMENT,
     TABLE_VERSION,
+    TRIPLE_CODE_BITS,
+    TRIPLE_CODES,
     TableFlag,
     TableFormat,
     TableMode,
@@ -96,7 +98,7 @@ def _fields_of(format: TableFormat) -> tuple[NDArray[np.uint64], NDArray[np.uint
     fields = (
         *(format.mode, format.element_nbytes, format.n_columns, format.rest_bits, format.shift),
         *(format.has_sign, format.capacity, format.background, format.has_row_value),
-        format.stride,
+        *(format.has_triples, format.stride),
     )
     return np.array(fields, np.uint64), np.array(format.values, np.uint64)
 
@@ -263,7 +265,11 @@ def _bytes_of(array: NDArray[Any]) -> _Bytes:
 def encode_header(header: TableHeader, dtype_code: int) -> bytes:
     """The bytes of a header."""
     format = header.format
-    flags = TableFlag.SIGN * format.has_sign | TableFlag.ROW_VALUE * format.has_row_value
+    flags = (
+        TableFlag.SIGN * format.has_sign
+        | TableFlag.ROW_VALUE * format.has_row_value
+        | TableFlag.TRIPLES * format.has_triples
+    )
     bits = format.code_bits, format.rest_bits, format.shift
     fixed = TABLE_HEADER.pack(
         *(TABLE_MAGIC, TABLE_VERSION, dtype_code, format.mode, flags, *bits, 0, format.n_columns),
@@ -307,7 +313,7 @@ def decode_header(data: bytes) -> TableHeader:
     )
     assert dtype is not None
     _require(mode in TableMode.__members__.values(), 6, f"has mode {mode}; it must be 0 to 3")
-    _require(flags < 4, 7, f"has flags {flags:#x}; only bits 0 and 1 may be set")
+    _require(flags < 8, 7, f"has flags {flags:#x}; only bits 0 to 2 may be set")
     _require(code_bits <= 8, 8, f"has codes of {code_bits} bits; 8 is the most")
     _require(reserved == zero == 0, 11, "has reserved bytes that are not 0")
     nbytes = dtype.bits // 8 << code_bits
@@ -324,7 +330,7 @@ def decode_header(data: bytes) -> TableHeader:
     format = TableFormat(
         *(TableMode(mode), dtype.bits, n_columns, tuple(map(int, values)), rest_bits, shift),
         *(bool(flags & TableFlag.SIGN), capacity, background, bool(flags & TableFlag.ROW_VALUE)),
-        stride,
+        *(bool(flags & TableFlag.TRIPLES), stride),
     )
     words = _why_invalid(format)
     _require(words is None, 6, str(words))
@@ -368,6 +374,16 @@ def _why_invalid(format: TableFormat) -> str | None:
             "values with a bit of the rest",
         ),
         (mode is not TableMode.DENSE or b >= 1, "packed elements without a bit"),
+        (mode is TableMode.DENSE or not format.has_triples, "triples"),
+        (
+            not format.has_triples
+            or (format.code_bits == TRIPLE_CODE_BITS and format.rest_bits % 8 <= 4),
+            f"triples of codes of {format.code_bits} bits beside {format.rest_bits} bits",
+        ),
+        (
+            not format.has_triples or set(format.values[TRIPLE_CODES:]) == {format.values[0]},
+            f"triples of more than {TRIPLE_CODES} values",
+        ),
         (mode is TableMode.DENSE or not format.has_sign, "a sign of the rest"),
         (not format.is_sparse or b in (0, 8, w), f"stored elements of {b} bits"),
         (not format.has_row_value or (format.is_sparse and b == 0), "row values beside elements"),

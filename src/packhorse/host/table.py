@@ -189,6 +189,7 @@ def pack_table(
     *,
     way: TableWay | None = None,
     granule: int = 32,
+    will_change: bool = False,
     device: torch.device | str | None = "cpu",
     shared: bool = False,
     threads: int | None = None,
@@ -201,6 +202,8 @@ def pack_table(
             a tensor of a shelf; of elements of 8, 16, 32 or 64 bits, with 1 to 65,536 columns.
         way: how to pack it; None for the way that touches the fewest granules.
         granule: bytes that a fetch takes at once: 32, or 128 for links that prefer whole lines.
+        will_change: whether `update_` will replace many rows: then a way is chosen in which few
+            rows have exceptions, because those are not replaced in place.
         device: the GPU that will gather, so that its rows lie in memory which it reads directly;
             "cpu" for none; None for PyTorch's current GPU, if there is one.
         shared: whether forked processes, such as workers of a DataLoader, share the memory.
@@ -214,7 +217,7 @@ def pack_table(
     """
     rows = RowSource(source)
     if way is None:
-        way = choose_way(rows.sample(), rows.dtype, granule)
+        way = choose_way(rows.sample(), rows.dtype, granule, will_change=will_change)
     elif (way.format.n_columns, way.format.element_nbytes) != (rows.n_columns, rows.element_nbytes):
         raise ValueError("the way is for a table with other columns or elements")
     n_threads = resolve_threads(threads)

@@ -140,6 +140,21 @@ def _element(
     return element
 
 
+@triton.jit
+def _triple_code(triples, columns, mask, n_triples):
+    """Codes that triples have. Three columns share a triple, and 12 share the byte with the bits
+    above. The link carries each byte once; the cache of the multiprocessor has it then."""
+    third = columns // n_triples
+    number = columns - third * n_triples
+    slice_nbytes = 2 * ((n_triples + 7) // 8)
+    part = number // slice_nbytes
+    low = tl.load(triples + number, mask=mask, other=0).to(tl.int32)
+    top = tl.load(triples + n_triples + number - part * slice_nbytes, mask=mask, other=0)
+    triple = low | ((top.to(tl.int32) >> (2 * part)) & 3) << 8
+    triple = tl.where(third == 0, triple, tl.where(third == 1, triple // 10, triple // 100))
+    return triple % 10
+
+
 @triton.jit(do_not_specialize=["n_ids"], do_not_specialize_on_alignment=["ids_ptr"])
 def gather_dense_kernel(
     rows_ptr,
@@ -155,8 +170,10 @@ def gather_dense_kernel(
     n_columns,
     stride,
     n_steps,  # ceil(n_columns / 8)
+    n_triples,  # ceil(n_columns / 3)
     N_WHOLE: tl.constexpr,
     NARROW: tl.constexpr,
+    HAS_TRIPLES: tl.constexpr,
     CODE_BITS: tl.constexpr,
     REST_BITS: tl.constexpr,
     SHIFT: tl.constexpr,
@@ -175,6 +192,7 @@ def gather_dense_kernel(
         row = rows_ptr + ids[:, None] * stride
         out = out_ptr + out_rows.to(tl.int64) * n_columns
         narrow = row + N_WHOLE * n_columns
+        triples = narrow + NARROW * n_steps
         for first in range(0, n_steps, BLOCK_STEPS):
             steps = first + tl.arange(0, BLOCK_STEPS)[None, :]
             mask = mask_rows[:, None] & (steps < n_steps)
@@ -209,6 +227,9 @@ def gather_dense_kernel(
                     if NARROW & 1:
                         field = (ones >> SLICE) & 1
                         packed |= field.to(WORD) << (8 * N_WHOLE + (NARROW & 6))
+                    if HAS_TRIPLES:
+                        code = _triple_code(triples, columns, in_row, n_triples)
+                        packed |= code.to(WORD) << REST_BITS
                     element = _element(
                         packed, values_ptr, in_row, CODE_BITS, REST_BITS, SHIFT, HAS_SIGN, BITS
                     )
@@ -435,8 +456,10 @@ def _gather_dense(
         format.n_columns,
         format.stride,
         n_steps,
-        N_WHOLE=format.packed_bits // 8,
-        NARROW=format.packed_bits % 8,
+        format.n_triples,
+        N_WHOLE=format.plane_bits // 8,
+        NARROW=format.plane_bits % 8,
+        HAS_TRIPLES=format.has_triples,
         CODE_BITS=format.code_bits,
         REST_BITS=format.rest_bits,
         SHIFT=format.shift,

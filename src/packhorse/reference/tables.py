@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packhorse.errors import CorruptionError
-from packhorse.table_layout import LIST_END, TableFormat, TableMode
+from packhorse.table_layout import LIST_END, TRIPLE_CODES, TableFormat, TableMode
 
 __all__ = ["TableArrays", "check_table", "decode_table", "encode_table"]
 
@@ -67,17 +67,30 @@ def _pack(word: int, format: TableFormat) -> int | None:
 
 
 def _join_planes(packed: list[int], format: TableFormat) -> bytes:
-    whole = format.packed_bits // 8
+    whole = format.plane_bits // 8
     content = b"".join(bytes(p >> 8 * i & 0xFF for p in packed) for i in range(whole))
     lowest = 8 * whole
     for bits in format.narrow_planes:
-        plane = bytearray(format.narrow_nbytes(bits))
-        for column, p in enumerate(packed):
-            field = p >> lowest & (1 << bits) - 1
-            plane[column % len(plane)] |= field << bits * (column // len(plane))
-        content += plane
+        content += _narrow_plane([p >> lowest for p in packed], bits)
         lowest += bits
+    if format.has_triples:
+        codes = [p >> format.rest_bits for p in packed]
+        t = format.n_triples
+        codes += [0] * (3 * t - len(codes))
+        triples = [codes[i] + 10 * codes[i + t] + 100 * codes[i + 2 * t] for i in range(t)]
+        content += bytes(triple & 0xFF for triple in triples)
+        content += _narrow_plane([triple >> 8 for triple in triples], 2)
     return content
+
+
+def _narrow_plane(numbers: list[int], bits: int) -> bytes:
+    """The lowest bits of numbers."""
+    slice_nbytes = bits * -(-len(numbers) // 8)
+    plane = bytearray(slice_nbytes)
+    for column, number in enumerate(numbers):
+        field = number & (1 << bits) - 1
+        plane[column % slice_nbytes] |= field << bits * (column // slice_nbytes)
+    return bytes(plane)
 
 
 def _encode_sparse_row(words: list[int], format: TableFormat) -> tuple[bytes, list[int]]:
@@ -176,16 +189,27 @@ def _decode_row(row: bytes, format: TableFormat) -> list[int]:
 
 
 def _part_planes(row: bytes, format: TableFormat) -> list[int]:
-    n, whole = format.n_columns, format.packed_bits // 8
+    n, whole = format.n_columns, format.plane_bits // 8
     packed = [sum(row[i * n + c] << 8 * i for i in range(whole)) for c in range(n)]
     at, lowest = n * whole, 8 * whole
     for bits in format.narrow_planes:
-        nbytes = format.narrow_nbytes(bits)
-        for c in range(n):
-            field = row[at + c % nbytes] >> bits * (c // nbytes) & (1 << bits) - 1
+        for c, field in enumerate(_part_narrow_plane(row[at:], bits, n)):
             packed[c] |= field << lowest
-        at, lowest = at + nbytes, lowest + bits
+        at, lowest = at + format.narrow_nbytes(bits), lowest + bits
+    if format.has_triples:
+        t = format.n_triples
+        for i, high in enumerate(_part_narrow_plane(row[at + t :], 2, t)):
+            triple = row[at + i] | high << 8
+            _require(triple < 1000, "a triple has no codes")
+            for column, code in ((i, triple), (i + t, triple // 10), (i + 2 * t, triple // 100)):
+                if column < n:
+                    packed[column] |= code % TRIPLE_CODES << format.rest_bits
     return packed
+
+
+def _part_narrow_plane(plane: bytes, bits: int, n: int) -> list[int]:
+    nbytes = bits * -(-n // 8)
+    return [plane[c % nbytes] >> bits * (c // nbytes) & (1 << bits) - 1 for c in range(n)]
 
 
 def _unpack(packed: int, format: TableFormat) -> int:
@@ -205,6 +229,9 @@ def check_table(arrays: TableArrays, format: TableFormat) -> None:
     """
     for value in format.values:
         _require(value & format.rest_mask == 0, "a value has a bit of the rest")
+    if format.has_triples:
+        others = format.values[TRIPLE_CODES:]
+        _require(others == 6 * format.values[:1], "a triple has more than 10 values")
     n_rows = len(arrays.rows)
     _require(arrays.rows.shape == (n_rows, format.stride), "rows have another stride")
     _require(len(arrays.marks) == -(-n_rows // 32), "there is another number of marks")
