@@ -34,10 +34,10 @@ from packhorse import open_file
 from packhorse.disk import unpack_file, verify_file
 from packhorse.disk.folder_index import is_packed_index, pack_index, unpack_index
 from packhorse.disk.packed_header import parse_packed_header, write_record
-from packhorse.disk.safetensors_header import build_header, parse_file_header
 from packhorse.frame import Frame
 from packhorse.layout import DTYPE_BY_NAME, FILE_METADATA_KEY, FRAME_MAGIC
 from packhorse.reference import decode_file
+from packhorse.storage.safetensors_header import build_header, parse_file_header
 
 _PLACEHOLDER = b"@RECORD@"
 _INDEXES: tuple[Any, ...] = (

@@ -25,7 +25,6 @@ from packhorse.codecs.base import ByteArray, encode_plane
 from packhorse.codecs.bounded import Segment, encode_bounded
 from packhorse.codecs.content import content_hash, empty_leaves
 from packhorse.disk.container import pack_tensors
-from packhorse.disk.safetensors_header import build_header
 from packhorse.frame import Frame, compress_buffer
 from packhorse.frame.header import (
     FrameHeader,
@@ -46,6 +45,7 @@ from packhorse.layout import (
     Split,
 )
 from packhorse.numpy import FRAMEWORK as NUMPY
+from packhorse.storage.safetensors_header import build_header
 from packhorse.wire.embeddings.requests import Wanted, pack_request
 from packhorse.wire.pieces import PieceEncoder, capacity_of
 from packhorse.wire.repeats import RowFinder, RowMemory

@@ -39,6 +39,7 @@ THIRD_PARTY = {
     "reference.bounded": {"ml_dtypes", "numpy"},
     "gpu": {"numpy", "torch", "triton"},
     "host": {"numpy"},
+    "host.files": {"numpy", "torch"},
     "host.table": {"numpy", "torch"},
     "storage": {"numpy", "xxhash"},
     "disk": {"numpy", "xxhash", "zstandard"},

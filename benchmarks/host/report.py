@@ -64,7 +64,7 @@ def _pair(found: dict[str, Any] | None) -> str:
 
 
 def _ratios(found: list[Result]) -> str:
-    names = ("codes of 4 bits", "codes of 3 bits", "bitmap", "list")
+    names = ("codes of 4 bits", "three codes in 10 bits", "codes of 3 bits", "bitmap", "list")
     lines = [
         "Ratio, and in brackets how many times less is pulled, at 32 and at 128 bytes.",
         "",

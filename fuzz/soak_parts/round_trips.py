@@ -20,10 +20,10 @@ from snapshot_samples import assert_same, bits, odd_state
 
 import packhorse.numpy
 from packhorse.disk import SnapshotStore, pack_folder, unpack_folder, verify_file, verify_folder
-from packhorse.disk.safetensors_header import build_header
 from packhorse.frame import Frame, plan_buffer
 from packhorse.layout import Level
 from packhorse.reference import decode_file, decode_frame
+from packhorse.storage.safetensors_header import build_header
 from soak_parts.case import Case, Part, Place, claim
 from soak_parts.commands import run_command
 from soak_parts.samples import (

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from make_corpus import make_step
 
-from packhorse.disk.safetensors_header import build_header
 from packhorse.framework import resolve_framework
 from packhorse.layout import DTYPE_BY_NAME, DTYPES, Split
 from packhorse.numpy import FRAMEWORK as NUMPY
+from packhorse.storage.safetensors_header import build_header
 
 __all__ = [
     "Spec",

@@ -13,7 +13,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from packhorse.disk import PackedFile, pack_file, plan_file, unpack_file, verify_file
-from packhorse.disk.safetensors_header import parse_file_header, parse_header
 from packhorse.errors import (
     CompatibilityError,
     CorruptionError,
@@ -23,6 +22,7 @@ from packhorse.errors import (
 from packhorse.layout import DTYPE_BY_NAME
 from packhorse.numpy import FRAMEWORK as NUMPY
 from packhorse.numpy import save_file
+from packhorse.storage.safetensors_header import parse_file_header, parse_header
 
 ONE = '"dtype":"U8","shape":[1],"data_offsets":[0,1]'
 

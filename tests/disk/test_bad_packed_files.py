@@ -27,7 +27,6 @@ from disk_samples import (
 
 from packhorse.disk import PackedFile, pack_file, unpack_file, verify_file
 from packhorse.disk.packed_header import PrefixWriter
-from packhorse.disk.safetensors_header import build_header, read_header
 from packhorse.errors import (
     CompatibilityError,
     CorruptionError,
@@ -36,6 +35,7 @@ from packhorse.errors import (
 )
 from packhorse.numpy import FRAMEWORK as NUMPY
 from packhorse.numpy import load, save, save_file
+from packhorse.storage.safetensors_header import build_header, read_header
 
 
 @pytest.fixture(scope="module")

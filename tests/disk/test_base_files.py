@@ -376,7 +376,7 @@ def test_a_base_that_changes_between_slices_is_refused(tmp_path, pair, packed):
 
 
 def offsets_of(path: Path) -> dict[str, tuple[int, int]]:
-    from packhorse.disk.safetensors_header import read_header
+    from packhorse.storage.safetensors_header import read_header
 
     return {entry.name: (entry.start, entry.stop) for entry in read_header(path).entries}
 

@@ -30,11 +30,11 @@ from packhorse.disk import (
     verify_file,
     verify_folder,
 )
-from packhorse.disk.safetensors_header import read_header
 from packhorse.errors import BaseMismatchError, CorruptionError, PackhorseError, TruncationError
 from packhorse.frame import Frame, compress_buffer, content_hash
 from packhorse.numpy import FRAMEWORK as NUMPY
 from packhorse.reference import decode_file
+from packhorse.storage.safetensors_header import read_header
 
 Pair = tuple[Path, Path]
 FILES = ("old.safetensors", "new.safetensors", "new.ph.safetensors")

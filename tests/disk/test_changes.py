@@ -27,10 +27,10 @@ from packhorse.disk import (
     verify_file,
 )
 from packhorse.disk.base_files import Lender, open_bases
-from packhorse.disk.safetensors_header import read_header
 from packhorse.errors import BaseMismatchError, ChangedError, CorruptionError
 from packhorse.frame import base as frame_base
 from packhorse.numpy import load_file
+from packhorse.storage.safetensors_header import read_header
 
 LONG_AGO = 1_600_000_000
 

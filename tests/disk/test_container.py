@@ -25,10 +25,10 @@ from packhorse.disk import (
     verify_file,
 )
 from packhorse.disk.container import pack_tensors, write_packed
-from packhorse.disk.safetensors_header import build_header, read_header
 from packhorse.layout import DTYPE_BY_NAME, FILE_ALIGNMENT
 from packhorse.numpy import FRAMEWORK as NUMPY
 from packhorse.reference import decode_file
+from packhorse.storage.safetensors_header import build_header, read_header
 from packhorse.torch import FRAMEWORK as TORCH
 
 NUMPY_DTYPES = [

@@ -14,10 +14,10 @@ import pytest
 from cli_samples import Ended, write_model
 from safetensors.numpy import load_file
 
-from packhorse.disk.foreign import PEEK_NBYTES, kind_of_file
-from packhorse.disk.safetensors_header import read_header
 from packhorse.errors import CorruptionError, TruncationError
 from packhorse.numpy import compress
+from packhorse.storage.foreign import PEEK_NBYTES, kind_of_file
+from packhorse.storage.safetensors_header import read_header
 
 Run = Callable[..., Ended]
 

@@ -16,10 +16,10 @@ import packhorse
 from packhorse import _core
 from packhorse.disk import pack_file
 from packhorse.disk.packed_file import PackedFile
-from packhorse.disk.source import open_source
 from packhorse.errors import TruncationError
 from packhorse.frame import compress_buffer
 from packhorse.storage.local import LocalStorage
+from packhorse.storage.source import open_source
 
 PAGE = mmap.PAGESIZE
 LARGE = 6 << 20  # large enough to be mapped by itself

@@ -338,7 +338,7 @@ def test_an_error_before_the_upload_asks_nothing_of_the_server(s3: Server, tmp_p
 MEMORY = """
 import sys, threading, time
 from packhorse.disk import pack_file, verify_file
-from packhorse.disk import remote_source
+from packhorse.storage import remote_source
 from packhorse.storage import remote_object, upload
 upload._PART_NBYTES, upload._N_PARTS = 5 << 20, 1
 remote_source._BLOCK_NBYTES = remote_object._READ_NBYTES = 8 << 20

@@ -19,7 +19,7 @@ from packhorse.disk import (
     unpack_file,
 )
 from packhorse.disk.container import write_packed
-from packhorse.disk.safetensors_header import build_header
+from packhorse.storage.safetensors_header import build_header
 
 
 def test_an_existing_output_is_kept_without_force(sample):

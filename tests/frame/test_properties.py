@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from packhorse import numpy as ph_numpy
 from packhorse.disk.container import pack_tensors
 from packhorse.disk.packed_header import is_packed
-from packhorse.disk.safetensors_header import build_header, parse_file_header
 from packhorse.errors import PackhorseError
 from packhorse.frame import Frame, compress_buffer, plan_buffer
 from packhorse.layout import DTYPE_BY_NAME, DTYPES, Level, Split
 from packhorse.reference import decode_file, decode_frame
+from packhorse.storage.safetensors_header import build_header, parse_file_header
 
 SETTINGS = settings(max_examples=150, deadline=None)
 dtypes = st.sampled_from([dtype.name for dtype in DTYPES])

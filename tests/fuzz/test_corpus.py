@@ -16,10 +16,10 @@ import packhorse.numpy
 from packhorse.codecs.base import decode_plane
 from packhorse.codecs.content import crc32c
 from packhorse.disk import SnapshotStore
-from packhorse.disk.safetensors_header import parse_file_header
 from packhorse.frame import Frame
 from packhorse.layout import DTYPES, Level, Mode, Split
 from packhorse.numpy import FRAMEWORK as NUMPY
+from packhorse.storage.safetensors_header import parse_file_header
 from packhorse.wire.pieces import Kind, decode_piece
 from packhorse.wire.updates import DeltaReceiver
 

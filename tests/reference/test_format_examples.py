@@ -3,12 +3,16 @@
 import re
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 from format_page import PAGE
 from frame_builder import hexdump
 
+from packhorse.codecs.tables import TableArrays, decode_header, gather_into, rank_marks
 from packhorse.layout import DTYPE_BY_CODE, Mode
 from packhorse.reference import decode_frame
+from packhorse.reference.tables import TableArrays as SlowArrays
+from packhorse.reference.tables import decode_table
 
 EXPECTED_MODES = {
     "constant": {Mode.CONSTANT},
@@ -104,3 +108,38 @@ def test_the_fast_decoder_agrees_with_the_page(name: str) -> None:
     frame.decompress_into(data, base=example.base)
     assert data == example.data
     frame.verify(base=example.base)
+
+
+TABLES = {"triples", "list"}
+
+
+def test_the_page_has_examples_of_tables() -> None:
+    assert set(re.findall(r"^example table: (\S+)$", PAGE, re.M)) == TABLES
+
+
+@pytest.mark.parametrize("name", sorted(TABLES))
+def test_tables_are_what_the_page_says(name: str) -> None:
+    match = re.search(
+        rf"example table: {name}\ntable\n(.*?)rows\n(.*?)marks:(.*?)exception_starts:(.*?)"
+        r"exception_columns:(.*?)exception_elements:(.*?)"
+        r"decodes to (\w+) \[(\d+), (\d+)\]:(.*?)```",
+        PAGE,
+        re.S,
+    )
+    assert match is not None
+    header = decode_header(read_dump(match[1]))
+    format, n_rows, n_columns = header.format, int(match[8]), int(match[9])
+    assert (header.dtype, header.n_rows, format.n_columns) == (match[7], n_rows, n_columns)
+    rows = np.frombuffer(read_dump(match[2]), np.uint8).reshape(n_rows, format.stride)
+    marks, starts, columns, elements = (
+        np.frombuffer(bytes.fromhex(match[part]), kind)
+        for part, kind in zip((3, 4, 5, 6), ("<u4", "<u4", "<u2", "u1"), strict=True)
+    )
+    data = bytes.fromhex(match[10])
+    words = elements.view(f"<u{format.element_nbytes}")
+    slow = SlowArrays(rows, marks, rank_marks(marks), starts, columns, words)
+    assert decode_table(slow, format).tobytes() == data
+    out = np.empty((n_rows, format.row_nbytes), np.uint8)
+    arrays = TableArrays(rows, marks, rank_marks(marks), starts, columns, elements)
+    gather_into(arrays, format, np.arange(n_rows), out)
+    assert out.tobytes() == data

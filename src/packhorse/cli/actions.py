@@ -43,11 +43,11 @@ from packhorse.disk import (
 )
 from packhorse.disk.packed_header import PrefixWriter, is_packed
 from packhorse.disk.results import notice_of
-from packhorse.disk.source import header_at
-from packhorse.disk.source_file import stamp_of
 from packhorse.errors import PackhorseError
 from packhorse.frame import Frame
 from packhorse.storage.locations import Place
+from packhorse.storage.source import header_at
+from packhorse.storage.source_file import stamp_of
 
 __all__ = ["Watch", "bench", "inspect", "pack", "plan", "unpack", "verify"]
 

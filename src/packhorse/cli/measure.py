@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from packhorse.cli.rows import BenchRow, gb_per_s, ratio
 from packhorse.disk.base_files import BaseTensor, open_bases
-from packhorse.disk.safetensors_header import TensorEntry
-from packhorse.disk.source import open_source
 from packhorse.frame import Frame, compress_buffer, max_frame_nbytes
 from packhorse.storage.locations import Place
+from packhorse.storage.safetensors_header import TensorEntry
+from packhorse.storage.source import open_source
 
 __all__ = ["Settings", "bench_file"]
 

@@ -19,10 +19,10 @@ from packhorse.codecs.weights import WeightArrays
 from packhorse.disk.folder_index import PLAIN_SUFFIX
 from packhorse.disk.folder_items import files_in
 from packhorse.disk.packed_header import is_packed, parse_packed_header
-from packhorse.disk.safetensors_header import FileHeader
-from packhorse.disk.source import header_at
 from packhorse.errors import MissingBackendError
 from packhorse.layout import MAX_WEIGHT_COLUMNS, WEIGHT_FORMATS
+from packhorse.storage.safetensors_header import FileHeader
+from packhorse.storage.source import header_at
 
 if TYPE_CHECKING:
     from packhorse.device.tune_cache import Measured

@@ -35,6 +35,7 @@ __all__ = [
     "TableWay",
     "choose_way",
     "list_ways",
+    "way_of_packed",
 ]
 
 GRANULES = (32, 128)
@@ -125,7 +126,7 @@ def list_ways(sample: _Words, dtype: str) -> list[TableWay]:
         dtype: as for `choose_way`.
     """
     bits, n = 8 * sample.dtype.itemsize, sample.shape[1]
-    ways = [_measure_dense(TableFormat(TableMode.RAW, bits, n, (0,), bits), "raw", 0.0)]
+    ways = [_measure_dense(TableFormat(TableMode.RAW, bits, n, (0,), bits), dtype, 0.0)]
     if sample.size == 0:
         return ways
     found, counts = np.unique(sample, return_counts=True)
@@ -133,25 +134,89 @@ def list_ways(sample: _Words, dtype: str) -> list[TableWay]:
     elements = found[order]
     shares = counts[order] / sample.size
     ways += _coded_ways(elements, shares, dtype, n)
-    ways += _index_ways(elements, shares, n)
-    ways += _sparse_ways(sample, elements)
+    ways += _index_ways(elements, shares, dtype, n)
+    ways += _sparse_ways(sample, elements, dtype)
     # A value that few elements have would be of the sample, not of the table.
     return ways[:1] + [
         way for way in ways[1:] if _MIN_USES * len(set(way.format.values)) <= sample.size
     ]
 
 
-def _measure_dense(format: TableFormat, words: str, missed: float) -> TableWay:
-    """A way without sparse rows; `missed` is the share of elements that are exceptions."""
-    pulled = {
+def way_of_packed(
+    rows: NDArray[np.uint8],
+    format: TableFormat,
+    dtype: str,
+    fast_nbytes: float,
+    marked_share: float,
+) -> TableWay:
+    """The way of a table that is packed already.
+
+    Args:
+        rows: some of its rows: uint8, (any number, stride).
+        format: its format.
+        dtype: safetensors' name of the dtype.
+        fast_nbytes: as in `TableWay`.
+        marked_share: as in `TableWay`.
+    """
+    pulled = _pulled_dense(format)
+    if format.is_sparse and len(rows):
+        pulled = _pulled_sparse(format, _count_stored(rows, format))
+    return TableWay(format, _words_of(format, dtype), pulled, fast_nbytes, marked_share)
+
+
+def _count_stored(rows: NDArray[np.uint8], format: TableFormat) -> NDArray[np.int64]:
+    """How many elements sparse rows store."""
+    content = rows[:, : format.content_nbytes]
+    if format.mode is TableMode.BITMAP:
+        first = format.element_nbytes if format.has_row_value else 0
+        bits = np.unpackbits(content[:, first : format.first_nbytes], 1)
+        held: NDArray[np.int64] = bits.sum(1, dtype=np.int64)
+        return np.minimum(held, format.capacity)
+    entries = content[:, format.first_nbytes :].reshape(len(rows), -1, format.entry_nbytes)
+    columns = np.ascontiguousarray(entries[:, :, :2]).view("<u2")[:, :, 0]
+    counts: NDArray[np.int64] = np.cumprod(columns < format.n_columns, 1).sum(1, dtype=np.int64)
+    return counts
+
+
+def _words_of(format: TableFormat, dtype: str) -> str:
+    """What a format is, in words."""
+    if format.mode is TableMode.RAW:
+        return "raw"
+    if format.is_sparse:
+        name = "bitmap" if format.mode is TableMode.BITMAP else "list"
+        return f"{name} of columns and {_stored_words(format)}"
+    if format.rest_bits == 0:
+        if format.has_triples:
+            return "three indices in 10 bits"
+        return f"indices of {format.code_bits} bits"
+    words = f"{format.shift} low bits dropped, " if format.shift else ""
+    words += "exponents" if dtype in _FLOAT_FIELDS else f"{format.rest_bits} bits as they are"
+    if format.has_triples:
+        return f"{words}, three codes in 10 bits"
+    return f"{words}, codes of {format.code_bits} bits" if format.code_bits else words
+
+
+def _stored_words(format: TableFormat) -> str:
+    if format.packed_bits == 0:
+        return f"one element for {'each row' if format.has_row_value else 'the table'}"
+    return "indices of 8 bits" if format.code_bits else "elements"
+
+
+def _pulled_dense(format: TableFormat) -> dict[int, float]:
+    return {
         granule: _mean_touched(format.stride, format.content_nbytes, granule)
         for granule in GRANULES
     }
+
+
+def _measure_dense(format: TableFormat, dtype: str, missed: float) -> TableWay:
+    """A way without sparse rows; `missed` is the share of elements that are exceptions."""
     n_exceptions = missed * format.n_columns  # of a row
     marked_share = -math.expm1(-n_exceptions)  # if exceptions are spread by chance
     fast_nbytes = n_exceptions * (2 + format.element_nbytes) + 4 * marked_share
     fast_nbytes += _MARK_BITS / 8 if n_exceptions else 0.0
-    return TableWay(format, words, pulled, fast_nbytes, marked_share)
+    words = _words_of(format, dtype)
+    return TableWay(format, words, _pulled_dense(format), fast_nbytes, marked_share)
 
 
 def _mean_touched(stride: int, nbytes: int, granule: int) -> float:
@@ -171,7 +236,7 @@ def _coded_ways(
     bits = 8 * elements.dtype.itemsize
     used = int(np.bitwise_or.reduce(elements))
     shift = (used & -used).bit_length() - 1 if used else 0
-    for rest_bits, has_sign, words in _rests(dtype, bits, shift, elements):
+    for rest_bits, has_sign in _rests(dtype, bits, shift, elements):
         base = TableFormat(
             *(TableMode.DENSE, bits, n_columns, (0,), rest_bits, shift, has_sign),
         )
@@ -188,30 +253,23 @@ def _coded_ways(
                 base, values=_values(values[kept], code_bits), has_triples=has_triples, stride=0
             )
             missed = max(0.0, 1.0 - float(of_values[kept].sum()))
-            yield _measure_dense(format, words + _code_words(code_bits, has_triples), missed)
+            yield _measure_dense(format, dtype, missed)
             if len(values) <= n_codes:
                 break
 
 
-def _code_words(code_bits: int, has_triples: bool) -> str:
-    if has_triples:
-        return ", three codes in 10 bits"
-    return f", codes of {code_bits} bits" if code_bits else ""
-
-
-def _rests(dtype: str, bits: int, shift: int, elements: _Words) -> Iterator[tuple[int, bool, str]]:
-    """Bits of the rest, whether it has a sign, and what that is in words."""
+def _rests(dtype: str, bits: int, shift: int, elements: _Words) -> Iterator[tuple[int, bool]]:
+    """Bits of the rest, and whether it has a sign."""
     fields = _FLOAT_FIELDS.get(dtype)
-    dropped = f"{shift} low bits dropped, " if shift else ""
     if fields is not None:
         signs = elements >> elements.dtype.type(bits - 1)
         has_sign = bool((signs != signs[0]).any())
         mantissa_bits = max(fields[1] - shift, 0)
-        yield mantissa_bits + has_sign, has_sign, f"{dropped}exponents"
+        yield mantissa_bits + has_sign, has_sign
         return
     highest = int(elements.max()).bit_length()
     for rest_bits in range(max(highest - shift - 12, 1), bits - shift + 1):
-        yield rest_bits, False, f"{dropped}{rest_bits} bits as they are"
+        yield rest_bits, False
 
 
 def _values(values: _Words, code_bits: int) -> tuple[int, ...]:
@@ -221,7 +279,7 @@ def _values(values: _Words, code_bits: int) -> tuple[int, ...]:
 
 
 def _index_ways(
-    elements: _Words, shares: NDArray[np.float64], n_columns: int
+    elements: _Words, shares: NDArray[np.float64], dtype: str, n_columns: int
 ) -> Iterator[TableWay]:
     """Ways in which a code stands for a whole element."""
     bits = 8 * elements.dtype.itemsize
@@ -233,8 +291,7 @@ def _index_ways(
             *(TableMode.DENSE, bits, n_columns, _values(kept, code_bits)), has_triples=has_triples
         )
         missed = max(0.0, 1.0 - float(shares[: len(kept)].sum()))
-        words = "three indices in 10 bits" if has_triples else f"indices of {code_bits} bits"
-        yield _measure_dense(format, words, missed)
+        yield _measure_dense(format, dtype, missed)
         if len(elements) <= len(kept):
             return
 
@@ -242,7 +299,7 @@ def _index_ways(
 # Sparse rows.
 
 
-def _sparse_ways(sample: _Words, elements: _Words) -> Iterator[TableWay]:
+def _sparse_ways(sample: _Words, elements: _Words, dtype: str) -> Iterator[TableWay]:
     """Ways that store only what differs from the most frequent element."""
     bits, n = 8 * sample.dtype.itemsize, sample.shape[1]
     differs = sample != elements[0]
@@ -250,36 +307,35 @@ def _sparse_ways(sample: _Words, elements: _Words) -> Iterator[TableWay]:
     if counts.mean() > n / 1.5:
         return
     base = TableFormat(TableMode.BITMAP, bits, n, capacity=1, background=int(elements[0]))
-    for held, values, rest_bits, has_row_value, words in _stored(sample, differs, elements, bits):
+    for held, values, rest_bits, has_row_value in _stored(sample, differs, elements, bits):
         for mode in (TableMode.BITMAP, TableMode.LIST):
             if mode is TableMode.LIST and n > LIST_END:
                 continue
-            name = "bitmap" if mode is TableMode.BITMAP else "list"
             format = replace(
                 base, mode=mode, values=values, rest_bits=rest_bits, has_row_value=has_row_value
             )
             for capacity in _capacities(format, held):
                 sized = replace(format, capacity=capacity, stride=0)
-                yield _measure_sparse(sized, f"{name} of columns and {words}", counts, held)
+                yield _measure_sparse(sized, dtype, counts, held)
 
 
 def _stored(
     sample: _Words, differs: NDArray[np.bool_], elements: _Words, bits: int
-) -> Iterator[tuple[NDArray[np.int64], tuple[int, ...], int, bool, str]]:
+) -> Iterator[tuple[NDArray[np.int64], tuple[int, ...], int, bool]]:
     """Kinds of stored elements: how many of each row a kind can hold, its values, bits of the rest,
-    whether there is a row value, and what that is in words."""
+    and whether there is a row value."""
     others = elements[1:]
     if len(others) <= 1:
         value = int(others[0]) if len(others) else 0
-        yield differs.sum(1), (value,), 0, False, "one element for the table"
+        yield differs.sum(1), (value,), 0, False
         return
     first = np.take_along_axis(sample, differs.argmax(1)[:, None], 1)
-    yield (differs & (sample == first)).sum(1), (0,), 0, True, "one element for each row"
+    yield (differs & (sample == first)).sum(1), (0,), 0, True
     if bits > 8:
         kept = others[:256]
         held = differs if len(others) <= 256 else differs & np.isin(sample, kept)
-        yield held.sum(1), _values(kept, 8), 0, False, "indices of 8 bits"
-    yield differs.sum(1), (0,), bits, False, "elements"
+        yield held.sum(1), _values(kept, 8), 0, False
+    yield differs.sum(1), (0,), bits, False
 
 
 def _capacities(format: TableFormat, held: NDArray[np.int64]) -> Iterator[int]:
@@ -297,11 +353,21 @@ def _capacities(format: TableFormat, held: NDArray[np.int64]) -> Iterator[int]:
 
 
 def _measure_sparse(
-    format: TableFormat, words: str, counts: NDArray[np.int64], held: NDArray[np.int64]
+    format: TableFormat, dtype: str, counts: NDArray[np.int64], held: NDArray[np.int64]
 ) -> TableWay:
-    """A way with sparse rows. A reader of a bitmap knows where the row ends, a reader of a list
-    must see its end."""
+    """A way with sparse rows."""
     stored = np.minimum(held, format.capacity)
+    left = counts - stored
+    each = 2 + format.element_nbytes
+    marked_share = float((left > 0).mean())
+    fast = float(left.mean()) * each + 4 * marked_share + (_MARK_BITS / 8 if left.any() else 0.0)
+    words = _words_of(format, dtype)
+    return TableWay(format, words, _pulled_sparse(format, stored), fast, marked_share)
+
+
+def _pulled_sparse(format: TableFormat, stored: NDArray[np.int64]) -> dict[int, float]:
+    """Bytes that fetches of sparse rows touch, from the number of elements that each stores. A
+    reader of a bitmap knows where the row ends, a reader of a list must see its end."""
     nbytes = format.first_nbytes + stored * format.entry_nbytes
     if format.mode is TableMode.LIST:
         nbytes = nbytes + 2 * (stored < format.capacity)
@@ -310,8 +376,4 @@ def _measure_sparse(
         starts = [row * format.stride % granule for row in range(granule // TABLE_STRIDE_ALIGNMENT)]
         touched = [float(np.ceil((start + nbytes) / granule).mean()) for start in starts]
         pulled[granule] = granule * sum(touched) / len(touched)
-    left = counts - stored
-    each = 2 + format.element_nbytes
-    marked_share = float((left > 0).mean())
-    fast = float(left.mean()) * each + 4 * marked_share + (_MARK_BITS / 8 if left.any() else 0.0)
-    return TableWay(format, words, pulled, fast, marked_share)
+    return pulled

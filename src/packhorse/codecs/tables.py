@@ -44,6 +44,7 @@ __all__ = [
     "encode_header",
     "gather_into",
     "rank_marks",
+    "replace_rows",
 ]
 
 _Bytes = NDArray[np.uint8]
@@ -168,17 +169,70 @@ class TablePacker:
         if self.n_rows_left:
             raise ValueError(f"{self.n_rows_left} rows are left; add them first")
         columns = np.concatenate([np.empty(0, np.uint16), *self._columns])
-        if columns.size > MAX_TABLE_EXCEPTIONS:
-            raise ValueError(
-                f"the table has {columns.size} exceptions; a packed table holds at most"
-                f" {MAX_TABLE_EXCEPTIONS}: pack it in another way, or raw"
-            )
+        _require_few(columns.size)
         marks, ranks = _mark(self.marked)
         counts = self._counts[self.marked]
         starts = np.zeros(len(counts) + 1, np.uint32)
         np.cumsum(counts, out=starts[1:], dtype=np.uint32)
         elements = np.concatenate([np.empty(0, np.uint8), *self._elements])
         return TableArrays(self._rows, marks, ranks, starts, columns, elements)
+
+
+def replace_rows(
+    arrays: TableArrays, format: TableFormat, numbers: NDArray[np.int64], plain: _Bytes
+) -> tuple[_Bytes, TableArrays]:
+    """What a table has once some rows are replaced. The arrays that are given stay as they are.
+
+    Args:
+        arrays: a packed table.
+        format: its format.
+        numbers: int64, ascending, (n,): rows.
+        plain: uint8, (n, bytes of a plain row), C-contiguous: what they become.
+
+    Returns:
+        The packed rows, uint8 (n, stride), and arrays that have the exceptions of all rows but the
+        rows that were given: the caller puts the packed ones there.
+
+    Raises:
+        ValueError: there are more than 2^32 - 1 exceptions then.
+    """
+    packed = np.empty((len(numbers), format.stride), np.uint8)
+    packer = TablePacker(format, packed)
+    packer.add(plain)
+    new = packer.finish()
+    rows = [_rows_of(arrays), numbers[_rows_of(new)]]
+    stays = ~np.isin(rows[0], numbers)
+    rows[0] = rows[0][stays]
+    order = np.argsort(np.concatenate(rows), kind="stable")
+    exception_rows = np.concatenate(rows)[order]
+    _require_few(exception_rows.size)
+    old_columns = arrays.exception_columns[stays]
+    columns = np.concatenate([old_columns, new.exception_columns])[order]
+    old, added = (
+        held.exception_elements.reshape(-1, format.element_nbytes) for held in (arrays, new)
+    )
+    elements = np.concatenate([old[stays], added])[order].reshape(-1)
+    marked_rows, first = np.unique(exception_rows, return_index=True)
+    marked = np.zeros(len(arrays.rows), np.bool_)
+    marked[marked_rows] = True
+    marks, ranks = _mark(marked)
+    starts = np.append(first, exception_rows.size).astype(np.uint32)
+    return packed, TableArrays(arrays.rows, marks, ranks, starts, columns, elements)
+
+
+def _rows_of(arrays: TableArrays) -> NDArray[np.int64]:
+    """The row of each exception."""
+    bits = np.unpackbits(arrays.marks.view(np.uint8), bitorder="little")
+    starts = arrays.exception_starts.astype(np.int64)
+    return np.repeat(np.flatnonzero(bits), starts[1:] - starts[:-1])
+
+
+def _require_few(n_exceptions: int) -> None:
+    if n_exceptions > MAX_TABLE_EXCEPTIONS:
+        raise ValueError(
+            f"the table has {n_exceptions} exceptions; a packed table holds at most"
+            f" {MAX_TABLE_EXCEPTIONS}: pack it in another way, or raw"
+        )
 
 
 def _mark(marked: NDArray[np.bool_]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:

@@ -30,15 +30,15 @@ from packhorse.disk.folder_index import PLAIN_SUFFIX, plain_name
 from packhorse.disk.model_file import ModelFile
 from packhorse.disk.packed_frames import based_entries, open_frame, sketch_frames
 from packhorse.disk.packed_header import PackedHeader
-from packhorse.disk.safetensors_header import TensorEntry
-from packhorse.disk.source import open_source
-from packhorse.disk.source_file import Source
 from packhorse.errors import BaseMismatchError, ChangedError, CorruptionError, blaming
 from packhorse.frame import Frame
 from packhorse.frame.base import allowed_casts
 from packhorse.framework import framework_of
 from packhorse.layout import DTYPE_BY_NAME
 from packhorse.storage.locations import Place, is_same_file, open_place
+from packhorse.storage.safetensors_header import TensorEntry
+from packhorse.storage.source import open_source
+from packhorse.storage.source_file import Source
 from packhorse.storage.strict_json import shown
 
 if TYPE_CHECKING:

@@ -42,14 +42,14 @@ from packhorse.disk.packed_header import (
     parse_packed_header,
 )
 from packhorse.disk.results import FileResult, Progress, TensorPlan, TensorResult
-from packhorse.disk.safetensors_header import FileHeader, TensorEntry, build_header
-from packhorse.disk.source import header_at, open_source
-from packhorse.disk.source_file import Source
 from packhorse.errors import blaming
 from packhorse.frame import Frame, compress_buffer, max_frame_nbytes, plan_buffer
 from packhorse.framework import Framework
 from packhorse.layout import Level
 from packhorse.storage.locations import Place, open_place, writing
+from packhorse.storage.safetensors_header import FileHeader, TensorEntry, build_header
+from packhorse.storage.source import header_at, open_source
+from packhorse.storage.source_file import Source
 from packhorse.storage.strict_json import shortened, shown
 from packhorse.threads import batches, map_tensors
 

@@ -14,15 +14,15 @@ from pathlib import Path, PurePath, PurePosixPath
 
 from packhorse.disk.container import PICKLE_SUFFIXES, logical_nbytes, pickle_advice
 from packhorse.disk.folder_index import INDEX_SUFFIX, PLAIN_SUFFIX, packed_name, plain_name
-from packhorse.disk.foreign import FOREIGN_SUFFIXES
 from packhorse.disk.index_file import original_index, packed_index
 from packhorse.disk.packed_header import is_packed
-from packhorse.disk.source import header_at
-from packhorse.disk.source_file import AnyStamp, Stamp, difference, stamp_of
 from packhorse.disk.walk import walk
 from packhorse.errors import CorruptionError, PackhorseError
 from packhorse.layout import FILE_SUFFIX
+from packhorse.storage.foreign import FOREIGN_SUFFIXES
 from packhorse.storage.locations import Place
+from packhorse.storage.source import header_at
+from packhorse.storage.source_file import AnyStamp, Stamp, difference, stamp_of
 
 __all__ = [
     "RECORD_NAME",

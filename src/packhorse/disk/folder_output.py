@@ -25,14 +25,14 @@ from packhorse.disk.base_files import BaseLike, based_frames
 from packhorse.disk.folder_items import RECORD_NAME, Item, Kind, unchanged
 from packhorse.disk.packed_header import parse_packed_header
 from packhorse.disk.results import FileResult, FolderResult, Progress, TensorResult
-from packhorse.disk.source import open_source
-from packhorse.disk.source_file import stamp_of
 from packhorse.errors import CorruptionError
 from packhorse.storage.atomic import atomic_folder
 from packhorse.storage.documents import compact_json
 from packhorse.storage.locations import Place, is_within, writing
 from packhorse.storage.opening import open_regular
 from packhorse.storage.remote_path import RemotePath
+from packhorse.storage.source import open_source
+from packhorse.storage.source_file import stamp_of
 from packhorse.storage.strict_json import parse_json
 
 __all__ = ["Task", "build_folder"]

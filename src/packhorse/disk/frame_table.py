@@ -27,11 +27,11 @@ from packhorse.disk.base_files import Bases, Lender
 from packhorse.disk.lazy_bytes import MappedBytes, RemoteBytes
 from packhorse.disk.lazy_frames import Run, lazy_frames
 from packhorse.disk.packed_header import PackedHeader
-from packhorse.disk.safetensors_header import TensorEntry
 from packhorse.disk.tensor_table import TensorTable
 from packhorse.errors import CorruptionError
 from packhorse.frame import Frame
 from packhorse.framework import Framework
+from packhorse.storage.safetensors_header import TensorEntry
 from packhorse.storage.strict_json import shown
 from packhorse.threads import batches, map_tensors
 

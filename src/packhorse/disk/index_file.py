@@ -12,11 +12,11 @@ from pathlib import Path
 
 from packhorse.disk.folder_index import file_faults, is_packed_index, pack_index, unpack_index
 from packhorse.disk.results import Problem
-from packhorse.disk.source import header_at
 from packhorse.errors import CorruptionError, PackhorseError
 from packhorse.layout import MAX_FILE_HEADER_NBYTES
 from packhorse.storage.locations import Place
 from packhorse.storage.opening import open_regular
+from packhorse.storage.source import header_at
 
 __all__ = ["original_index", "packed_index", "read_index", "tensors_beside", "verify_index"]
 

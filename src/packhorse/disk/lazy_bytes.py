@@ -17,14 +17,14 @@ import numpy as np
 from packhorse import _core
 from packhorse.codecs.base import ByteArray
 from packhorse.codecs.content import content_hash
-from packhorse.disk.remote_source import Blocks, read_remote_header
-from packhorse.disk.safetensors_header import FileHeader, read_file_header
 from packhorse.errors import ChangedError, TruncationError
 from packhorse.layout import FIXED_HEADER_NBYTES
 from packhorse.storage.locations import Place
 from packhorse.storage.opening import LOST, open_regular
 from packhorse.storage.remote_object import RemoteObject
 from packhorse.storage.remote_path import RemotePath
+from packhorse.storage.remote_source import Blocks, read_remote_header
+from packhorse.storage.safetensors_header import FileHeader, read_file_header
 
 __all__ = ["LazyBytes", "MappedBytes", "RemoteBytes", "open_bytes"]
 

@@ -15,9 +15,9 @@ import numpy as np
 from packhorse.disk.lazy_bytes import MappedBytes, RemoteBytes
 from packhorse.disk.packed_frames import open_frame, peek_nbytes, sketch_frames
 from packhorse.disk.packed_header import PackedHeader
-from packhorse.disk.remote_source import Blocks
-from packhorse.disk.safetensors_header import TensorEntry
 from packhorse.frame import Frame
+from packhorse.storage.remote_source import Blocks
+from packhorse.storage.safetensors_header import TensorEntry
 from packhorse.threads import batches
 
 __all__ = ["LazyFrames", "Run", "lazy_frames"]

@@ -9,11 +9,11 @@ import numpy as np
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.packed_frames import open_frame, sketch_frames
 from packhorse.disk.packed_header import PackedHeader, is_packed, parse_packed_header
-from packhorse.disk.safetensors_header import FileHeader, TensorEntry
-from packhorse.disk.source_file import Source
 from packhorse.errors import CorruptionError, blaming
 from packhorse.frame import Frame
 from packhorse.layout import DTYPE_BY_NAME
+from packhorse.storage.safetensors_header import FileHeader, TensorEntry
+from packhorse.storage.source_file import Source
 from packhorse.storage.strict_json import shown
 from packhorse.threads import batches
 

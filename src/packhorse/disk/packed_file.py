@@ -28,18 +28,18 @@ from packhorse.disk.frame_table import FrameTable
 from packhorse.disk.lazy_bytes import MappedBytes, RemoteBytes, open_bytes
 from packhorse.disk.packed_header import is_packed, parse_packed_header
 from packhorse.disk.plain_file import BACKENDS, PlainTable, check_backend
-from packhorse.disk.safetensors_header import (
-    FileHeader,
-    TensorEntry,
-    parse_file_header,
-    tensor_nbytes,
-)
 from packhorse.disk.slices import Box, cut_index
 from packhorse.errors import ChangedError, ClosedError
 from packhorse.frame import Frame
 from packhorse.framework import Framework, resolve_framework
 from packhorse.layout import DTYPE_BY_NAME
 from packhorse.storage.locations import Place, open_place
+from packhorse.storage.safetensors_header import (
+    FileHeader,
+    TensorEntry,
+    parse_file_header,
+    tensor_nbytes,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

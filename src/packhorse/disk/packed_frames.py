@@ -13,11 +13,11 @@ from typing import Protocol
 
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.packed_header import PackedHeader
-from packhorse.disk.safetensors_header import TensorEntry
 from packhorse.errors import CorruptionError
 from packhorse.frame import Frame
 from packhorse.frame.plan import max_header_nbytes
 from packhorse.layout import CRITICAL_FLAGS_OFFSET, FIXED_HEADER, FIXED_HEADER_NBYTES, FLAG_BASE
+from packhorse.storage.safetensors_header import TensorEntry
 from packhorse.storage.strict_json import shortened, shown
 
 __all__ = ["Sketches", "based_entries", "check_frame", "open_frame", "peek_nbytes", "sketch_frames"]

@@ -24,11 +24,6 @@ import zstandard
 
 from packhorse.codecs.content import crc32c
 from packhorse.codecs.zstd import memory_is_told
-from packhorse.disk.safetensors_header import (
-    FileHeader,
-    TensorEntry,
-    parse_header,
-)
 from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.frame import max_frame_nbytes
 from packhorse.layout import (
@@ -42,6 +37,11 @@ from packhorse.layout import (
     RECORD_CRC_KEY,
     RECORD_FREE_NBYTES,
     RECORD_GROWTH,
+)
+from packhorse.storage.safetensors_header import (
+    FileHeader,
+    TensorEntry,
+    parse_header,
 )
 from packhorse.storage.strict_json import parse_json, shown
 

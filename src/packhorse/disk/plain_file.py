@@ -20,13 +20,13 @@ import numpy as np
 
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.lazy_bytes import LazyBytes
-from packhorse.disk.safetensors_header import FileHeader, TensorEntry
 from packhorse.disk.tensor_table import TensorTable
 from packhorse.errors import CompatibilityError, CorruptionError, MissingBackendError
 from packhorse.frame import Frame
 from packhorse.framework import Framework
 from packhorse.late_import import import_late
 from packhorse.layout import FRAME_MAGIC
+from packhorse.storage.safetensors_header import FileHeader, TensorEntry
 from packhorse.storage.strict_json import shown
 from packhorse.threads import batches
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.base_files import BaseLike
-from packhorse.disk.safetensors_header import FileHeader, build_header
 from packhorse.disk.state import Leaf, decode_state, encode_state, find_tensors
 from packhorse.errors import CompatibilityError, CorruptionError, blaming
 from packhorse.framework import Framework, to_array
 from packhorse.layout import METADATA_KEY
+from packhorse.storage.safetensors_header import FileHeader, build_header
 from packhorse.storage.strict_json import parse_json, shortened, shown
 
 __all__ = ["STATE_KEY", "base_by_name", "lay_out_state", "rebuild_state"]

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from packhorse.disk.lazy_bytes import LazyBytes
-from packhorse.disk.safetensors_header import FileHeader, TensorEntry
 from packhorse.errors import CorruptionError, blaming
 from packhorse.framework import Framework
+from packhorse.storage.safetensors_header import FileHeader, TensorEntry
 from packhorse.storage.strict_json import shown
 
 __all__ = ["TensorTable"]

@@ -19,13 +19,13 @@ from packhorse.disk.container import tensor_result
 from packhorse.disk.packed_frames import open_frame
 from packhorse.disk.packed_header import PackedHeader, parse_packed_header
 from packhorse.disk.results import FileResult, Progress
-from packhorse.disk.safetensors_header import TensorEntry
-from packhorse.disk.source import open_source
-from packhorse.disk.source_file import Source
 from packhorse.errors import blaming
 from packhorse.frame import Frame
 from packhorse.storage.frames.scratch import Window
 from packhorse.storage.locations import Place, open_place, writing
+from packhorse.storage.safetensors_header import TensorEntry
+from packhorse.storage.source import open_source
+from packhorse.storage.source_file import Source
 from packhorse.threads import batches, map_tensors
 
 __all__ = ["check_bases", "unpack_file"]

@@ -15,13 +15,13 @@ from packhorse.disk.base_files import BaseLike, Lender, open_bases, place_base
 from packhorse.disk.packed_frames import check_frame
 from packhorse.disk.packed_header import parse_packed_header
 from packhorse.disk.results import Problem, Progress
-from packhorse.disk.safetensors_header import FileHeader, TensorEntry
-from packhorse.disk.source import open_source
-from packhorse.disk.source_file import Source
 from packhorse.errors import ChangedError, PackhorseError, blaming
 from packhorse.frame import Frame
 from packhorse.storage.frames.scratch import Window
 from packhorse.storage.locations import open_place
+from packhorse.storage.safetensors_header import FileHeader, TensorEntry
+from packhorse.storage.source import open_source
+from packhorse.storage.source_file import Source
 from packhorse.storage.strict_json import has_capital_escape, shortened
 from packhorse.threads import batches, map_tensors
 

@@ -3,6 +3,7 @@ memory."""
 
 from packhorse.codecs.table_plan import TableWay
 from packhorse.gpu.host_memory import HostMemory, MemoryKind, host_memory
+from packhorse.host.files import load_table, load_tables, save_tables
 from packhorse.host.table import PackedTable, pack_table, plan_table
 
 __all__ = [
@@ -11,6 +12,9 @@ __all__ = [
     "PackedTable",
     "TableWay",
     "host_memory",
+    "load_table",
+    "load_tables",
     "pack_table",
     "plan_table",
+    "save_tables",
 ]

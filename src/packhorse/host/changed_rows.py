@@ -24,6 +24,16 @@ class ChangedRows:
         return len(self._numbers)
 
     @property
+    def numbers(self) -> _Numbers:
+        """Their numbers, ascending."""
+        return self._numbers
+
+    @property
+    def rows(self) -> _Bytes:
+        """The rows, in that order."""
+        return self._rows
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the rows and their numbers."""
         return self._numbers.nbytes + self._rows.nbytes

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from packhorse.arguments import resolve_threads
 from packhorse.codecs.table_plan import TableWay, choose_way, list_ways
-from packhorse.codecs.tables import TableArrays, TablePacker, gather_into
+from packhorse.codecs.tables import TableArrays, TablePacker, gather_into, replace_rows
 from packhorse.framework import framework_of, resolve_framework
 from packhorse.gpu.host_memory import HostMemory, host_memory
 from packhorse.host.changed_rows import ChangedRows
@@ -157,6 +157,28 @@ class PackedTable:
         self._arrays.rows[numbers[fits]] = packed[fits]
         self._changed.drop(numbers[fits])
         self._changed.keep(numbers[~fits], plain[~fits])
+
+    def repack_(self) -> None:
+        """Packs the rows that `update_` kept plain: those that have exceptions get them in the
+        table. Nothing may gather meanwhile.
+
+        Raises:
+            ClosedError: as `gather`.
+            ValueError: the table has more than 2^32 - 1 exceptions then. It is as it was.
+        """
+        self.memory.numpy()
+        numbers, packed, arrays = self.settle()
+        self._arrays.rows[numbers] = packed
+        self._arrays = arrays
+        self._changed.drop(numbers)
+
+    def settle(self) -> tuple[NDArray[np.int64], _Bytes, TableArrays]:
+        """What `repack_` makes of the table, which stays as it is: numbers of rows, ascending, how
+        they are packed, and arrays with the exceptions of all rows. The rows in these arrays are
+        the old ones."""
+        numbers, plain = self._changed.numbers, self._changed.rows
+        packed, arrays = replace_rows(self._arrays, self.way.format, numbers, plain)
+        return numbers, packed, arrays
 
     def _is_marked(self, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
         words = self._arrays.marks[numbers // 32]

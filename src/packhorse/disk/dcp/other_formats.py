@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from packhorse.disk.dcp.checkpoint_manifest import is_rank_manifest, manifest_name
-from packhorse.disk.foreign import PEEK_NBYTES, kind_of_file
 from packhorse.disk.snapshots.names import STORE_FILE
 from packhorse.errors import CompatibilityError
+from packhorse.storage.foreign import PEEK_NBYTES, kind_of_file
 from packhorse.storage.interface import Storage
 
 __all__ = ["check_place", "explain_absence"]

@@ -39,11 +39,11 @@ from packhorse.disk.shelf.exchange import (
     tile_shape,
     tiles,
 )
-from packhorse.disk.source_file import SourceFile, open_local
 from packhorse.errors import CorruptionError, TruncationError
 from packhorse.framework import resolve_framework
 from packhorse.storage.atomic import OutputFile, atomic_file, atomic_folder
 from packhorse.storage.opening import open_regular
+from packhorse.storage.source_file import SourceFile, open_local
 
 __all__ = ["NpyExport", "NpyImport"]
 

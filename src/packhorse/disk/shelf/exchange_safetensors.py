@@ -21,7 +21,6 @@ from packhorse.disk.base_files import BaseLike, Lender, open_bases, place_base
 from packhorse.disk.folder_index import INDEX_SUFFIX, PLAIN_SUFFIX, packed_name, weight_map
 from packhorse.disk.index_file import read_index
 from packhorse.disk.model_file import ModelFile
-from packhorse.disk.safetensors_header import FileHeader, TensorEntry, build_header
 from packhorse.disk.shelf.exchange import (
     BLOCK_NBYTES,
     Block,
@@ -38,10 +37,11 @@ from packhorse.disk.shelf.exchange import (
     tile_shape,
     tiles,
 )
-from packhorse.disk.source import open_source
 from packhorse.errors import CorruptionError, blaming
 from packhorse.layout import DTYPE_BY_NAME, FILE_SUFFIX
 from packhorse.storage.locations import Place, open_place, writing
+from packhorse.storage.safetensors_header import FileHeader, TensorEntry, build_header
+from packhorse.storage.source import open_source
 from packhorse.storage.strict_json import parse_json, shown
 
 __all__ = ["SafetensorsExport", "SafetensorsImport"]

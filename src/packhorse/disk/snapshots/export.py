@@ -15,7 +15,6 @@ from typing import Any
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.container import write_packed
 from packhorse.disk.results import Progress
-from packhorse.disk.safetensors_header import FileHeader, build_header
 from packhorse.disk.snapshots.catalog import Catalog
 from packhorse.disk.snapshots.manifest import Manifest, TensorRef
 from packhorse.disk.snapshots.restore import check_limit, read_newest
@@ -28,6 +27,7 @@ from packhorse.storage.frames.frame_store import FrameStore
 from packhorse.storage.frames.scratch import Scratch
 from packhorse.storage.interface import Storage
 from packhorse.storage.locations import Place, check_output, writing
+from packhorse.storage.safetensors_header import FileHeader, build_header
 from packhorse.storage.strict_json import shortened
 from packhorse.threads import batches, map_tensors
 

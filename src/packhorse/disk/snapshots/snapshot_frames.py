@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from packhorse.disk.safetensors_header import parse_header
 from packhorse.disk.snapshots.finder import Finder
 from packhorse.disk.snapshots.names import new_pack, pack_path
 from packhorse.errors import CorruptionError
@@ -12,6 +11,7 @@ from packhorse.layout import LENGTH_NBYTES, MAX_FILE_HEADER_NBYTES
 from packhorse.storage.frames.pack_store import PackLayout, PackStore
 from packhorse.storage.frames.refs import Content, FrameRef
 from packhorse.storage.interface import Storage
+from packhorse.storage.safetensors_header import parse_header
 
 __all__ = ["SnapshotFrames"]
 

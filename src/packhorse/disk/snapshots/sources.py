@@ -18,12 +18,12 @@ from packhorse.codecs.base import ByteArray
 from packhorse.disk.container import PICKLE_SUFFIXES, pickle_advice
 from packhorse.disk.folder_index import PLAIN_SUFFIX
 from packhorse.disk.model_file import ModelFile
-from packhorse.disk.safetensors_header import TensorEntry
 from packhorse.disk.snapshots.take import State
-from packhorse.disk.source import open_source
 from packhorse.storage.frames.casts import find_casts, packing_order
 from packhorse.storage.frames.refs import TensorSpec
 from packhorse.storage.locations import Place, open_place
+from packhorse.storage.safetensors_header import TensorEntry
+from packhorse.storage.source import open_source
 from packhorse.storage.strict_json import shortened
 
 __all__ = ["FileState", "model_files", "open_sources"]

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from packhorse.disk.foreign import PEEK_NBYTES, kind_of_file
 from packhorse.errors import CompatibilityError, CorruptionError, TruncationError
 from packhorse.layout import (
     DTYPE_BY_NAME,
@@ -25,6 +24,7 @@ from packhorse.layout import (
     MAX_FILE_HEADER_NBYTES,
     METADATA_KEY,
 )
+from packhorse.storage.foreign import PEEK_NBYTES, kind_of_file
 from packhorse.storage.opening import open_regular
 from packhorse.storage.strict_json import check_text, json_kind, parse_json, shown
 

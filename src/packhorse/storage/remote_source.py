@@ -16,13 +16,13 @@ from contextlib import contextmanager
 import numpy as np
 
 from packhorse.codecs.base import ByteArray
-from packhorse.disk.safetensors_header import FileHeader, declared_nbytes, parse_header
-from packhorse.disk.source_file import check_unchanged
 from packhorse.errors import PackhorseError
 from packhorse.layout import LENGTH_NBYTES
 from packhorse.storage.interface import check_region
 from packhorse.storage.remote_object import RemoteObject
 from packhorse.storage.remote_path import RemotePath
+from packhorse.storage.safetensors_header import FileHeader, declared_nbytes, parse_header
+from packhorse.storage.source_file import check_unchanged
 
 __all__ = ["Blocks", "RemoteSource", "open_remote_source", "read_remote_header"]
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from packhorse.disk.remote_source import open_remote_source, read_remote_header
-from packhorse.disk.safetensors_header import FileHeader, read_header
-from packhorse.disk.source_file import Source, open_local
 from packhorse.storage.locations import Place
+from packhorse.storage.remote_source import open_remote_source, read_remote_header
+from packhorse.storage.safetensors_header import FileHeader, read_header
+from packhorse.storage.source_file import Source, open_local
 
 __all__ = ["header_at", "open_source"]
 

@@ -28,11 +28,11 @@ import numpy as np
 
 from packhorse import _core
 from packhorse.codecs.base import ByteArray
-from packhorse.disk.safetensors_header import FileHeader, read_file_header
 from packhorse.errors import PackhorseError, TruncationError
 from packhorse.storage import interface
 from packhorse.storage.locations import Place
 from packhorse.storage.opening import LOST, open_regular
+from packhorse.storage.safetensors_header import FileHeader, read_file_header
 
 __all__ = [
     "AnyStamp", "Source", "SourceFile", "Stamp", "check_unchanged", "difference", "open_local",
