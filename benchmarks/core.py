@@ -19,7 +19,6 @@ in two checkouts, in turn.
 
 import argparse
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -35,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.codecs.measure import cores
 from benchmarks.common import machine
+from benchmarks.common.process import find_compiler
 from benchmarks.data import sets
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -175,12 +175,6 @@ def best_isa() -> Isa:
     from packhorse.codecs.base import choose_isa
 
     return Isa(choose_isa())
-
-
-def find_compiler() -> str | None:
-    """The C++ compiler: that of the variable CXX, or else g++ or clang++."""
-    found = (shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++") if name)
-    return next((path for path in found if path), None)
 
 
 def build(compiler: str, program: Path = PROGRAM, optimisation: str = "-O3") -> Path:

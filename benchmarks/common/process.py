@@ -1,13 +1,15 @@
-"""The process that measures: the environment that it needs, and its code path.
+"""The process that measures: the environment that it needs, its code path, and the C++ compiler of
+programs that it makes.
 
 A measuring process starts itself again with a malloc that keeps freed memory, since fresh pages
 cost more than most codecs and would hide the differences between them.
 """
 
 import os
+import shutil
 import sys
 
-__all__ = ["SIMD_VARIABLE", "code_path", "restart"]
+__all__ = ["SIMD_VARIABLE", "code_path", "find_compiler", "restart"]
 
 SIMD_VARIABLE = "PACKHORSE_SIMD"
 RECYCLING_MALLOC = {
@@ -38,3 +40,9 @@ def code_path() -> str:
     from packhorse.codecs.base import choose_isa
 
     return choose_isa().name.lower()
+
+
+def find_compiler() -> str | None:
+    """The C++ compiler: that of the variable CXX, or else g++ or clang++."""
+    found = (shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++") if name)
+    return next((path for path in found if path), None)

@@ -1,4 +1,4 @@
-"""How fast rows are gathered on the CPU: ours beside PyTorch and NumPy, in turns."""
+"""How fast rows are gathered on the CPU: ours beside PyTorch, NumPy and rows of IBP, in turns."""
 
 import time
 from collections.abc import Callable
@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.host import ibp
 from benchmarks.host.ratios import pack
 from benchmarks.host.tables import Table
 from packhorse.codecs.table_plan import choose_way
@@ -51,6 +52,13 @@ def _measure(
     ways["packhorse"]()
     if not np.array_equal(out, rows[ids]):
         raise AssertionError(f"{table.name}: rows differ")
+    fit = ibp.find_best(table.words.view(np.uint8).reshape(len(table.words), -1))
+    if fit is not None and ibp.is_available():
+        packed = ibp.IbpRows(rows, fit[0])
+        ways["ibp"] = lambda: packed.gather(ids, other, threads)
+        ways["ibp"]()
+        if not np.array_equal(other, rows[ids]):
+            raise AssertionError(f"{table.name}: rows of IBP differ")
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for round_ in range(ROUNDS):
         names = list(ways)

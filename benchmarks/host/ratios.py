@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.host.ibp import find_best
 from benchmarks.host.tables import Table
 from packhorse.codecs.table_plan import GRANULES, TableWay, choose_way, list_ways
 from packhorse.codecs.tables import TableArrays, TablePacker, gather_into
-from packhorse.reference.ibp import fit_best, row_nbytes
 from packhorse.table_layout import TableMode
 
 __all__ = ["measure", "pack"]
@@ -78,24 +78,18 @@ def _figures(way: TableWay, words: NDArray[Any], raw: int) -> dict[str, Any]:
 def _ibp(words: NDArray[Any], raw: int) -> dict[str, Any] | None:
     """IBP with words of 32 or 64 bits, whichever touches less. Rows are taken to begin at a
     multiple of the granule, which favours it: its rows stay where they were."""
-    rows = words.view(np.uint8).reshape(len(words), -1)
-    best: dict[str, Any] | None = None
-    for size in (4, 8):
-        if raw % size:
-            continue
-        parts = rows.view(f"u{size}")
-        nbytes = row_nbytes(parts, fit_best(parts))
-        found = {
-            "bits": 8 * size,
-            "ratio": raw * len(rows) / int(nbytes.sum()),
-            "pulled": {
-                str(granule): raw / float((-(-nbytes // granule) * granule).mean())
-                for granule in GRANULES
-            },
-        }
-        if best is None or found["pulled"]["32"] > best["pulled"]["32"]:
-            best = found
-    return best
+    found = find_best(words.view(np.uint8).reshape(len(words), -1))
+    if found is None:
+        return None
+    fit, nbytes = found
+    return {
+        "bits": 8 * fit.mask.itemsize,
+        "ratio": raw * len(words) / int(nbytes.sum()),
+        "pulled": {
+            str(granule): raw / float((-(-nbytes // granule) * granule).mean())
+            for granule in GRANULES
+        },
+    }
 
 
 def _exponent_bound(table: Table) -> float | None:

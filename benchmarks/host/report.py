@@ -12,6 +12,7 @@ from benchmarks.common import figures
 __all__ = ["document", "part", "targets"]
 
 Result = dict[str, Any]
+GATHERS = ("packhorse", "index_select", "take", "ibp")
 
 INTRODUCTION = """# Benchmarks of tables in host memory
 
@@ -92,13 +93,15 @@ def _gathers(found: list[Result]) -> str:
     lines = [
         "GB/s of plain rows. Rows are gathered at random, from few rows that stay in the cache, "
         "and from a table of 512 MB. Times is ours over `torch.index_select`, in seconds: below 1 "
-        "ours is faster.",
+        "ours is faster. IBP reads rows on GPUs only; `benchmarks/host/ibp_rows.cpp` is a reader "
+        "for CPUs with BMI2.",
         "",
-        _line(["table", "row, B", "rows", "threads", "packhorse", "index_select", "take", "times"]),
-        _line(["---", "--:", "---", *["--:"] * 5]),
+        _line([*("table", "row, B", "rows", "threads"), *GATHERS, "times"]),
+        _line(["---", "--:", "---", "--:", *["--:"] * len(GATHERS), "--:"]),
     ]
     for row in found:
-        speeds = [f"{row['gbps'][name]:.1f}" for name in ("packhorse", "index_select", "take")]
+        held = [row["gbps"].get(name) for name in GATHERS]
+        speeds = ["-" if speed is None else f"{speed:.1f}" for speed in held]
         lines.append(
             _line(
                 [

@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 from benchmark_modules import import_afresh
-from table_samples import float_rows, sparse_rows
+from table_samples import float_rows, noise, sparse_rows
+
+from packhorse.reference.ibp import encode_row, fit_best
 
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[dict[str, ModuleType]]:
     """The modules of benchmarks/host."""
-    names = ("gathers", "measure", "packing", "ratios", "report", "tables")
+    names = ("gathers", "ibp", "measure", "packing", "ratios", "report", "tables")
     with import_afresh("data.wordnet", *(f"host.{name}" for name in names)) as modules:
         yield {name.rpartition(".")[2]: module for name, module in modules.items()}
 
@@ -48,6 +50,28 @@ def test_tables_are_measured_beside_their_rivals(result: dict[str, Any]) -> None
         "larger than the cache",
     }
     assert all(line["gbps"][name] > 0 for line in result["gathers"] for name in line["gbps"])
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+def test_rows_of_ibp_in_cpp_are_those_of_the_slow_coder(
+    host: dict[str, ModuleType], bits: int
+) -> None:
+    rival = host["ibp"]
+    if not rival.is_available():
+        pytest.skip("needs a compiler and BMI2")
+    rows = np.concatenate([float_rows("BF16", 60, 64), noise(16, 20, 64)])
+    words = rows.view(f"u{bits // 8}")
+    fit = fit_best(words)
+    packed = rival.IbpRows(rows.view(np.uint8), fit)
+    assert 0.5 < packed.packed_share < 1
+    for number, row in enumerate(words):
+        expected = encode_row(row, fit) or row.tobytes()
+        assert packed.row(number).tobytes()[: len(expected)] == expected
+    ids = np.random.default_rng(1).integers(0, 80, 333)
+    for threads in (1, 3):
+        out = np.empty((333, 128), np.uint8)
+        packed.gather(ids, out, threads)
+        np.testing.assert_array_equal(out, rows.view(np.uint8)[ids])
 
 
 def test_the_document_shows_targets_and_losses(
