@@ -24,6 +24,16 @@ class ChangedRows:
         return len(self._numbers)
 
     @property
+    def numbers(self) -> _Numbers:
+        """The numbers of the rows, int64, ascending."""
+        return self._numbers
+
+    @property
+    def rows(self) -> _Bytes:
+        """The rows: uint8, (n, bytes of a row)."""
+        return self._rows
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the rows and their numbers."""
         return self._numbers.nbytes + self._rows.nbytes
