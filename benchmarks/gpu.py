@@ -9,6 +9,7 @@
 - `simulate` simulates products from their machine code: see gpu/simulations.py.
 - `counting` counts instructions and registers for the model of time: see gpu/counting.py.
 - `sass` counts the instructions of the kernels, without a GPU: see gpu/sass.py.
+- `tables` counts those of the kernels that gather packed rows: see gpu/table_code.py.
 - `hazards` looks for registers that are overwritten too early, without a GPU: see gpu/hazards.py.
 
 `python benchmarks/gpu.py device --help` lists the options of a form.
@@ -31,6 +32,7 @@ FORMS = {
     "simulate": "benchmarks.gpu.simulations",
     "counting": "benchmarks.gpu.counting",
     "sass": "benchmarks.gpu.sass",
+    "tables": "benchmarks.gpu.table_code",
     "hazards": "benchmarks.gpu.hazards",
 }
 

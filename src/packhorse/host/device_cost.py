@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from packhorse.gpu.models import DeviceModel
 from packhorse.table_layout import TableFormat, TableMode
 
-__all__ = ["GatherTime", "default_programs", "predict_gather", "pulled_by"]
+__all__ = ["INSTRUCTIONS", "GatherTime", "default_programs", "predict_gather", "pulled_by"]
 
 # Bytes that a packet of PCIe takes in addition to its data: framing, sequence number, header of
 # three words, checksum (PCI Express Base Specification, transaction and data link layers).
@@ -22,8 +22,9 @@ _DEVICE_LATENCY = 0.8e-6  # of the loads of ids, and of marks; assumed
 _ISSUED = 0.7  # instructions of a scheduler in a cycle; assumed
 _SCHEDULERS, _WARP = 4, 32
 _WRITE_RATE = 45e9  # bytes a second that one multiprocessor writes; assumed to be what it reads
-# Of a thread for each element, counted in machine code (`benchmarks/gpu.py tables`), rounded up.
-_INSTRUCTIONS = {
+# For each element, over all threads: counted in machine code (`benchmarks/gpu.py tables`), rounded
+# up.
+INSTRUCTIONS = {
     TableMode.RAW: 2.0,
     TableMode.DENSE: 25.0,
     TableMode.BITMAP: 32.0,
@@ -82,7 +83,7 @@ def predict_gather(
     link /= 1.0 if huge_pages else _SMALL_PAGES
     numel = block_rows * format.n_columns
     issue = _SCHEDULERS * _WARP * _ISSUED * device.clock
-    decoding = numel * _INSTRUCTIONS[format.mode] / issue
+    decoding = numel * INSTRUCTIONS[format.mode] / issue
     written = block_rows * format.row_nbytes
     turn = _LINK_LATENCY + _DEVICE_LATENCY + max(decoding, written / _WRITE_RATE)
     times = {

@@ -229,7 +229,8 @@ def gather_bitmap_kernel(
             element = _stored_elements(
                 row[:, None, None] + first_nbytes + number * NBYTES, row_values[:, None, None],
                 values_ptr, is_stored,
-                NBYTES, NBYTES, HAS_ROW_VALUE, CODE_BITS, REST_BITS, SHIFT, BITS, WORD,
+                NBYTES, NBYTES if NBYTES else 1, HAS_ROW_VALUE,
+                CODE_BITS, REST_BITS, SHIFT, BITS, WORD,
             )  # fmt: skip
             other = tl.zeros(mask.shape, TYPE) + background.to(TYPE)
             chosen = tl.where(is_stored, element.to(TYPE), other)
