@@ -1,5 +1,5 @@
-"""The machine code of the kernels that gather packed rows, and their PTX in the emulator: wide loads,
-no spills, few instructions, and the right rows in every order of warps.
+"""The machine code of the kernels that gather packed rows, and their PTX in the emulator: wide
+loads, no spills, few instructions, and the right rows in every order of warps.
 
 tests/ptx/README.md says what the emulator notices: also a missing barrier between warps that pass
 each other values. Compiling takes another process, because Triton's interpreter is on in this one.
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from offline_kernels import compile_offline
-from table_samples import named_tables
+from table_samples import float_rows, named_tables
 from tests.ptx.faults import Fault
 from tests.ptx.machine import Launch, run_grid
 from tests.ptx.memory import GlobalMemory
@@ -36,14 +36,17 @@ EMULATED = (
     "bitmap and row values, 16 bits",
     "list and elements, 32 bits",
 )
+WIDE = "BF16, codes of 4 bits"  # of 384 columns
 N_ROWS, N_COLUMNS = 9, 37
+SECTOR, LINE = 32, 128
 PROGRAM = """
 import json
 from dataclasses import asdict
-from benchmarks.gpu.table_code import compile_put, compile_table, counts
+from benchmarks.gpu.table_code import FORMATS, compile_put, compile_table, counts
 from tests.samples.table_samples import named_tables
 tables = named_tables({n_rows}, {n_columns})
-found = [compile_table(tables[name][1], True, 90) for name in {names!r}] + [compile_put(32, 90)]
+formats = [tables[name][1] for name in {names!r}] + [FORMATS[{wide!r}]]
+found = [compile_table(format, True, 90) for format in formats] + [compile_put(32, 90)]
 kernels = [[each.asm["ptx"], each.metadata.shared, each.metadata.num_warps] for each in found]
 print(json.dumps([[asdict(row) for row in counts(brief=True)], kernels]))
 """
@@ -53,7 +56,7 @@ Rows = np.ndarray[Any, Any]
 
 @pytest.fixture(scope="module")
 def offline(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    program = PROGRAM.format(n_rows=N_ROWS, n_columns=N_COLUMNS, names=EMULATED)
+    program = PROGRAM.format(n_rows=N_ROWS, n_columns=N_COLUMNS, names=EMULATED, wide=WIDE)
     return compile_offline(program, tmp_path_factory.mktemp("tables"))
 
 
@@ -64,7 +67,7 @@ def counts(offline: list[Any]) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def compiled(offline: list[Any]) -> dict[str, Kernel]:
-    return dict(zip((*EMULATED, "put"), map(tuple, offline[1]), strict=True))
+    return dict(zip((*EMULATED, WIDE, "put"), map(tuple, offline[1]), strict=True))
 
 
 def test_each_kernel_takes_few_instructions_and_spills_nothing(
@@ -95,12 +98,18 @@ def test_the_model_of_time_knows_the_instructions(counts: list[dict[str, Any]]) 
 
 
 def emulate(
-    kernel: Kernel, rows: Rows, format: TableFormat, *, text: str = "", **how: bool
+    kernel: Kernel,
+    rows: Rows,
+    format: TableFormat,
+    *,
+    text: str = "",
+    memory: GlobalMemory | None = None,
+    **how: bool,
 ) -> Rows:
-    """Gathers rows, some twice, by one program."""
+    """Gathers rows, some twice, by one program; the packed rows are the first array."""
     arrays = encode_table(rows, format)
     ids = np.array([*range(len(rows))[::-1], 3, 3], np.int64)
-    memory, found = GlobalMemory(), kernel_of(format, True)
+    memory, found = memory or GlobalMemory(), kernel_of(format, True)
     elements = np.frombuffer(arrays.exception_elements.tobytes(), rows.dtype)
     held = (*arrays[:5], elements, np.array(format.values, rows.dtype))
     pointers = [memory.add(str(i), np.asarray(array)) for i, array in enumerate(held)]
@@ -135,6 +144,31 @@ def test_missing_barriers_are_noticed(compiled: dict[str, Kernel]) -> None:
     head, barrier, rest = (place + after).partition("bar.sync")
     with pytest.raises(Fault, match="that nothing wrote"):
         emulate(compiled[name], rows, format, text=before + head + "// " + barrier + rest)
+
+
+class CountingMemory(GlobalMemory):
+    """Counts what warps ask of the first array: sectors, and lines, each of which is a request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_sectors = self.n_lines = 0
+
+    def load(self, address: Rows, n: int, waited: Rows | None) -> Rows:
+        mine = address[address >> 36 == 1]
+        self.n_sectors += len(np.unique(mine // SECTOR))
+        self.n_lines += len(np.unique(mine // LINE))
+        return super().load(address, n, waited)
+
+
+def test_each_sector_is_asked_for_once_in_wide_requests(compiled: dict[str, Kernel]) -> None:
+    """Otherwise a link would carry bytes twice, or many small packets."""
+    format = TableFormat(
+        TableMode.DENSE, 16, 384, tuple(e << 7 for e in range(112, 128)), 8, 0, True
+    )
+    memory = CountingMemory()
+    ids = emulate(compiled[WIDE], float_rows("BF16", 20, 384), format, memory=memory)
+    assert memory.n_sectors <= len(ids) * format.stride // SECTOR
+    assert memory.n_sectors * SECTOR / memory.n_lines > 100
 
 
 def test_changed_rows_are_put_where_a_header_says(compiled: dict[str, Kernel]) -> None:
