@@ -108,10 +108,10 @@ def test_graphs_look_for_rows_that_are_changed_later(monkeypatch: pytest.MonkeyP
     )
     packed = pack(bf16_rows(20))
     packed.gather(on_device(1, 2))
-    assert puts == []
+    assert puts == [1]  # so that it is compiled
     monkeypatch.setattr(device_gather, "_is_captured", lambda device: True)
     packed.gather(on_device(1, 2, 3))
-    assert puts == [3]
+    assert puts == [1, 3]
     with pytest.raises(RuntimeError, match=r"the first gather uploads .* call it once before"):
         pack(bf16_rows(20)).gather(on_device(1))
 

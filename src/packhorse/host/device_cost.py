@@ -85,7 +85,11 @@ def predict_gather(
     issue = _SCHEDULERS * _WARP * _ISSUED * device.clock
     decoding = numel * INSTRUCTIONS[format.mode] / issue
     written = block_rows * format.row_nbytes
-    turn = _LINK_LATENCY + _DEVICE_LATENCY + max(decoding, written / _WRITE_RATE)
+    work = max(decoding, written / _WRITE_RATE)
+    # The next rows of a bitmap travel while the ones before them are decoded.
+    is_ahead = format.mode is TableMode.BITMAP
+    turn = max(_LINK_LATENCY, work) if is_ahead else _LINK_LATENCY + work
+    turn += _DEVICE_LATENCY
     times = {
         "link": n_ids * pulled / link,
         "programs": -(-n_ids // (block_rows * n_programs)) * turn,

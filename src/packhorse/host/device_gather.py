@@ -98,7 +98,7 @@ class DeviceTable:
         device: torch.device,
         pulled_nbytes: float | None = None,
     ) -> None:
-        from packhorse.kernels.tables import TableTensors, kernel_of
+        from packhorse.kernels.tables import TableTensors, kernel_of, put_rows
 
         self._format, self._device, self._n_rows = format, device, len(arrays.rows)
         model = describe_device(device)
@@ -122,6 +122,11 @@ class DeviceTable:
         block_rows = kernel_of(format, has_exceptions).constants["BLOCK_ROWS"]
         self.default_programs = default_programs(format, block_rows, model, pulled_nbytes)
         self._n_processors = model.n_processors
+        # So that its kernel is there when a CUDA graph needs it first.
+        row = torch.zeros(
+            (1, format.n_columns), dtype=_INTEGERS[format.element_bits], device=device
+        )
+        put_rows(self._head, self._head[:1], row)
 
     def gather(
         self, ids: torch.Tensor, out: torch.Tensor, n_programs: int | None, *, checked: bool

@@ -73,7 +73,10 @@ def _list_piece(
     return tl.where(mask, columns, 0xFFFF), elements
 
 
-@triton.jit(do_not_specialize=["n_ids", "first_row"], do_not_specialize_on_alignment=["ids_ptr"])
+@triton.jit(
+    do_not_specialize=["n_ids", "first_row", "background"],  # a background of 1 would be no tensor
+    do_not_specialize_on_alignment=["ids_ptr"],
+)
 def gather_list_kernel(
     rows_ptr,
     marks_ptr,
@@ -155,7 +158,10 @@ def _load_rows(rows_ptr, ids_ptr, out_rows, n_ids, first_row, stride, WORDS: tl.
     return tl.load(row[:, None] + place, mask=mask[:, None] & (place < stride // 4), other=0)
 
 
-@triton.jit(do_not_specialize=["n_ids", "first_row"], do_not_specialize_on_alignment=["ids_ptr"])
+@triton.jit(
+    do_not_specialize=["n_ids", "first_row", "background"],  # a background of 1 would be no tensor
+    do_not_specialize_on_alignment=["ids_ptr"],
+)
 def gather_bitmap_kernel(
     rows_ptr,
     marks_ptr,
