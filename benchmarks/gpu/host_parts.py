@@ -21,10 +21,10 @@ from benchmarks.gpu.host_tables import (
 )
 from benchmarks.gpu.parts import print_head, print_row
 from packhorse.gpu.detect import describe_device
-from packhorse.gpu.host_memory import HostMemory, host_memory
+from packhorse.gpu.host_memory import host_memory
 from packhorse.host import PackedTable, pack_table, plan_table
 from packhorse.host.device_cost import predict_gather
-from packhorse.kernels.tables import TableTensors, gather_rows, kernel_of
+from packhorse.kernels.tables import INTEGERS, gather_rows, kernel_of, upload_table
 
 if TYPE_CHECKING:
     from benchmarks.gpu.run import Run
@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 __all__ = ["WrongError", "big", "check", "decode", "interference", "link", "rows", "views"]
 
 Rows = list[dict[str, Any]]
+_NOTHING = (  # the arrays of a table without exceptions, which plain rows do not use
+    *(np.zeros(1, np.uint32) for _ in range(3)),
+    np.zeros(0, np.uint16),
+    np.zeros(0, np.uint8),
+)
 _BUDGETS = (4, 8, 12, 16, 24, 32, 64, 132)
 _COPIES = tuple(1 << log for log in range(12, 29, 2))
 _LEAST_GAIN, _MOST_PROGRAMS = 1.38, 32  # the target of BF16 rows
@@ -131,22 +136,14 @@ def _link_reads(run: "Run", huge: bool) -> Rows:
         n = 8 if run.smoke else (256 << 20) // row_nbytes
         ids = numbers(run, n_rows, n, "uniform")
         out = torch.empty((n, row_nbytes // 4), dtype=torch.int32, device=device)
-        tensors = _bare(memory, n_rows, row_nbytes, device)
+        held = memory.tensor(device).view(n_rows, row_nbytes)
+        tensors = upload_table(held, _NOTHING, format)
         for budget in _BUDGETS[:2] if run.smoke else _BUDGETS:
             call = partial(gather_rows, tensors, format, ids, out, n_programs=budget)
             rate = out.nbytes / in_turns(run, {"": call})[""]
             pages = "huge" if huge else "small"
             found.append(_link_row("rows in place", row_nbytes, budget, pages, rate))
     return found
-
-
-def _bare(memory: HostMemory, n_rows: int, stride: int, device: torch.device) -> TableTensors:
-    """Plain rows as kernels take them."""
-    rows = memory.tensor(device)[: n_rows * stride].view(n_rows, stride)
-    nothing = torch.zeros(1, dtype=torch.int32, device=device)
-    empty = torch.zeros(0, dtype=torch.uint8, device=device)
-    columns = torch.zeros(0, dtype=torch.int16, device=device)
-    return TableTensors(rows, nothing, nothing, nothing, columns, empty, nothing)
 
 
 def _link_row(what: str, nbytes: int, budget: int, pages: str, rate: float) -> dict[str, Any]:
@@ -162,10 +159,9 @@ def decode(run: "Run") -> Rows:
         base = make(*((40, 48) if run.smoke else (1 << 16, 1 << 16)))
         table = pack_table(base, device=device)
         format, arrays = table.way.format, table.arrays
-        held = [torch.from_numpy(array.copy()) for array in _signed(arrays, format)]
-        tensors = TableTensors(*(tensor.to(device) for tensor in held))
+        tensors = upload_table(torch.from_numpy(arrays.rows).to(device), arrays[1:], format)
         ids = torch.randperm(len(base), device=device)
-        kind = {2: torch.int16, 4: torch.int32}[format.element_nbytes]
+        kind = INTEGERS[format.element_bits]
         out = torch.empty((len(base), format.n_columns), dtype=kind, device=device)
         for budget in (3,) if run.smoke else (16, 32, describe_device(device).n_processors):
             call = partial(gather_rows, tensors, format, ids, out, n_programs=budget)
@@ -176,13 +172,6 @@ def decode(run: "Run") -> Rows:
             print_row(name, table.way.words, str(budget), f"{out.nbytes / seconds / 1e9:.0f}")
         run.keep(found)
     return found
-
-
-def _signed(arrays: Any, format: Any) -> tuple[np.ndarray[Any, Any], ...]:
-    values = np.array(format.values, f"<u{format.element_nbytes}")
-    words = (array.view(np.int32) for array in arrays[1:4])
-    columns, elements = arrays.exception_columns.view(np.int16), arrays.exception_elements
-    return (arrays.rows, *words, columns, elements, values.view(f"i{format.element_nbytes}"))
 
 
 def big(run: "Run") -> Rows:

@@ -35,7 +35,6 @@ from packhorse.torch_framework import FRAMEWORK
 
 __all__ = ["DeviceGathers", "DeviceTable", "OnHost", "device_with_number", "flat_ids", "why_not"]
 
-_INTEGERS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 _IDS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _CALIBRATED_NBYTES = 16 << 20
 OnHost: TypeAlias = Callable[[NDArray[np.int64], NDArray[np.uint8]], None]
@@ -98,23 +97,20 @@ class DeviceTable:
         device: torch.device,
         pulled_nbytes: float | None = None,
     ) -> None:
-        from packhorse.kernels.tables import TableTensors, kernel_of, put_rows
+        from packhorse.kernels.tables import INTEGERS, kernel_of, put_rows, upload_table
 
         self._format, self._device, self._n_rows = format, device, len(arrays.rows)
         model = describe_device(device)
         shape = self._n_rows, format.stride
         nbytes = self._n_rows * format.stride
         self._host_rows = memory.tensor("cpu")[:nbytes].view(shape)
-        kind = np.dtype(f"i{format.element_nbytes}" if format.element_bits > 8 else "u1")
-        values = np.array(format.values, f"<u{format.element_nbytes}").view(kind)
-        others: tuple[NDArray[Any], ...] = (
-            *(array.view(np.int32) for array in arrays[1:4]),
-            arrays.exception_columns.view(np.int16),
-            arrays.exception_elements,
-            values,
-        )
-        uploaded = (torch.from_numpy(array.copy()).to(device) for array in others)
-        self._tensors = TableTensors(memory.tensor(device)[:nbytes].view(shape), *uploaded)
+        rows = memory.tensor(device)
+        if rows.data_ptr() != memory.address:
+            raise RuntimeError(
+                f"this PyTorch copies host memory to {device} instead of showing it there: gather"
+                " on the first GPU, or update PyTorch"
+            )
+        self._tensors = upload_table(rows[:nbytes].view(shape), arrays[1:], format)
         self._head = torch.zeros(3, dtype=torch.int64, device=device)
         self._changed: tuple[torch.Tensor, ...] = ()
         self._ring: RowRing | None = None
@@ -123,9 +119,8 @@ class DeviceTable:
         self.default_programs = default_programs(format, block_rows, model, pulled_nbytes)
         self._n_processors = model.n_processors
         # So that its kernel is there when a CUDA graph needs it first.
-        row = torch.zeros(
-            (1, format.n_columns), dtype=_INTEGERS[format.element_bits], device=device
-        )
+        kind = INTEGERS[format.element_bits]
+        row = torch.zeros((1, format.n_columns), dtype=kind, device=device)
         put_rows(self._head, self._head[:1], row)
 
     def gather(
@@ -379,7 +374,9 @@ class DeviceGathers:
         return out
 
     def _as_integers(self, out: torch.Tensor) -> torch.Tensor:
-        kind = _INTEGERS[self._format.element_bits]
+        from packhorse.kernels.tables import INTEGERS
+
+        kind = INTEGERS[self._format.element_bits]
         return out.detach().view(kind).view(-1, self._format.n_columns)
 
 

@@ -9,12 +9,14 @@ A dense row is cut in 8 slices of columns, the same for all planes, so that one 
 1 bit, 2 of a plane of 2 bits and 4 of a plane of 4 bits serve the 8 vectors of columns.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import triton
+from numpy.typing import NDArray
 from torch import Tensor, device
 from triton import language as tl
 
@@ -25,6 +27,7 @@ from packhorse.table_layout import TableFormat, TableMode
 
 __all__ = [
     "DEFAULT_PROGRAMS",
+    "INTEGERS",
     "TableKernel",
     "TableTensors",
     "gather_dense_kernel",
@@ -33,9 +36,10 @@ __all__ = [
     "kernel_of",
     "put_rows",
     "put_rows_kernel",
+    "upload_table",
 ]
 
-_INTEGERS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
+INTEGERS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 DEFAULT_PROGRAMS = 16
 # Programs are so large that each has a multiprocessor of its own: then their number is a budget.
 _N_WARPS = 16
@@ -220,6 +224,23 @@ def gather_raw_kernel(
             tl.store(out[:, None] + columns, elements, mask=mask)
 
 
+def upload_table(rows: Tensor, others: Sequence[NDArray[Any]], format: TableFormat) -> TableTensors:
+    """The tensors of a table.
+
+    Args:
+        rows: uint8, n_rows x stride, where the kernels read them.
+        others: the other arrays of docs/format.md, section 14, in their order; they are copied to
+            the device of the rows.
+        format: of the table.
+    """
+    *words, columns, elements = others
+    values = np.array(format.values, f"<u{format.element_nbytes}")
+    kind = "u1" if format.element_bits == 8 else f"i{format.element_nbytes}"
+    arrays = [array.view(np.int32) for array in words]
+    arrays += [columns.view(np.int16), elements.view(np.uint8), values.view(kind)]
+    return TableTensors(rows, *(torch.from_numpy(array.copy()).to(rows.device) for array in arrays))
+
+
 class TableKernel(NamedTuple):
     """The kernel for rows of a format, and what it is told.
 
@@ -344,7 +365,7 @@ def gather_rows(
     """
     n, n_columns = len(ids), format.n_columns
     require_tensor(ids, "ids", torch.int64, (n,), tensors.device)
-    require_tensor(out, "out", _INTEGERS[format.element_bits], (n, n_columns), tensors.device)
+    require_tensor(out, "out", INTEGERS[format.element_bits], (n, n_columns), tensors.device)
     if n == 0:
         return
     kernel, numbers, constants = kernel_of(format, tensors.exception_columns.numel() > 0)
