@@ -1,6 +1,8 @@
 """The parts of `gpu.py host`: each prints a table, and returns its rows."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,7 @@ from packhorse.gpu.host_memory import host_memory
 from packhorse.host import PackedTable, pack_table, plan_table
 from packhorse.host.device_cost import predict_gather
 from packhorse.kernels.tables import INTEGERS, gather_rows, kernel_of, upload_table
+from packhorse.reference.ibp import fit_best, row_nbytes
 
 if TYPE_CHECKING:
     from benchmarks.gpu.run import Run
@@ -41,6 +44,8 @@ _BUDGETS = (4, 8, 12, 16, 24, 32, 64, 132)
 _COPIES = tuple(1 << log for log in range(12, 29, 2))
 _LEAST_GAIN, _MOST_PROGRAMS = 1.38, 32  # the target of BF16 rows
 _MEMORY_SHARE = 0.6  # of the speed of a fill that sparse rows must reach
+_IBP = "the bytes of IBP, not decoded"
+_FITTED_ROWS = 512
 _SIDE = 8192  # of the product that gathers run beside
 
 
@@ -130,19 +135,19 @@ def _link_reads(run: "Run", huge: bool) -> Rows:
     device, found = device_of(run), []
     nbytes = 1 << 18 if run.smoke else 8 << 30
     memory = host_memory(nbytes, device=device, huge_pages=huge)
-    for row_nbytes in (512, 4096):
-        format = plan_table(torch.zeros(1, row_nbytes // 4))[0].format
-        n_rows = nbytes // row_nbytes
-        n = 8 if run.smoke else (256 << 20) // row_nbytes
+    for length in (512, 4096):
+        format = plan_table(torch.zeros(1, length // 4))[0].format
+        n_rows = nbytes // length
+        n = 8 if run.smoke else (256 << 20) // length
         ids = numbers(run, n_rows, n, "uniform")
-        out = torch.empty((n, row_nbytes // 4), dtype=torch.int32, device=device)
-        held = memory.tensor(device).view(n_rows, row_nbytes)
+        out = torch.empty((n, length // 4), dtype=torch.int32, device=device)
+        held = memory.tensor(device).view(n_rows, length)
         tensors = upload_table(held, _NOTHING, format)
         for budget in _BUDGETS[:2] if run.smoke else _BUDGETS:
             call = partial(gather_rows, tensors, format, ids, out, n_programs=budget)
             rate = out.nbytes / in_turns(run, {"": call})[""]
             pages = "huge" if huge else "small"
-            found.append(_link_row("rows in place", row_nbytes, budget, pages, rate))
+            found.append(_link_row("rows in place", length, budget, pages, rate))
     return found
 
 
@@ -202,9 +207,11 @@ def _arm_rows(
     out: torch.Tensor,
     ids: torch.Tensor,
     law: str,
+    bounds: Mapping[str, Callable[[], object]] | None = None,
     **facts: Any,
 ) -> Rows:
-    """Proves arms right, times them in turns, and prints them; the first one is compared with."""
+    """Proves arms right, times them in turns, and prints them; the first one is compared with.
+    Bounds are timed with them; they do not give rows."""
     wanted = pair.rows(ids)
     for name, call in arms.items():
         out.zero_()
@@ -212,8 +219,8 @@ def _arm_rows(
         sync(run)
         require_same(f"{pair.name}, {name}", out, wanted)
     del wanted
-    seconds = in_turns(run, arms)
-    first = next(iter(seconds.values()))
+    seconds = in_turns(run, {**(bounds or {}), **arms})
+    first = seconds[next(iter(arms))]
     found = []
     for name, time in seconds.items():
         rate, gain = out.nbytes / time, first / time
@@ -234,9 +241,11 @@ def rows(run: "Run") -> Rows:
                 break
             ids = numbers(run, len(pair.packed), 16 if run.smoke else n, law)
             out = torch.empty((len(ids), pair.base.shape[1]), dtype=pair.base.dtype, device=device)
+            ibp = _ibp_bytes(pair, ids)
             for budget in (3,) if run.smoke else (16, 32):
                 arms = _gathers(run, pair, ids, out, budget)
-                found += _arm_rows(run, pair, arms, out, ids, law, programs=budget)
+                bounds = {_IBP: partial(ibp, budget)}
+                found += _arm_rows(run, pair, arms, out, ids, law, bounds, programs=budget)
                 found[-1]["predicted"] = _predicted(run, pair, len(ids), budget)
             run.keep(found)
         del pair
@@ -272,6 +281,21 @@ def _gathers(
         copy = partial(torch._foreach_copy_, targets, sources, non_blocking=True)
         arms["plain, a copy for each row"] = copy
     return arms | {"packed": partial(pair.packed.gather, ids, out, sm_budget=budget)}
+
+
+def _ibp_bytes(pair: Pair, ids: torch.Tensor) -> Callable[[int], None]:
+    """Reads as many bytes of each row as Invariant Bit Packing would, by its published rules, and
+    decodes nothing: it cannot be faster. Its rows stay where plain ones were."""
+    words = pair.base[:_FITTED_ROWS].contiguous().view(torch.uint8).numpy().view(np.uint32)
+    nbytes = float(row_nbytes(words, fit_best(words)).mean())
+    raw = pair.plain.way.format
+    columns = min(raw.n_columns, 32 * math.ceil(nbytes / 32) // raw.element_nbytes)
+    format = replace(raw, n_columns=columns)
+    rows = pair.plain.memory.tensor(ids.device)[: len(pair.plain) * raw.stride]
+    tensors = upload_table(rows.view(len(pair.plain), raw.stride), _NOTHING, format)
+    kind = INTEGERS[raw.element_bits]
+    out = torch.empty((len(ids), columns), dtype=kind, device=ids.device)
+    return lambda budget: gather_rows(tensors, format, ids, out, n_programs=budget)
 
 
 def _predicted(run: "Run", pair: Pair, n: int, budget: int) -> float:
