@@ -194,6 +194,8 @@ def test_the_reason_names_the_remedy() -> None:
     assert said is not None
     assert "cuda:1 cannot read the pageable memory" in said
     assert "pack the table with device='cuda'" in said
+    said = device_gather.why_not(memory, torch.device("xpu"))
+    assert said == "the kernels run on NVIDIA GPUs, not on xpu"
     if INTERPRETED:
         assert device_gather.why_not(memory, torch.device("cpu")) is None
 

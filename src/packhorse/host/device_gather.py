@@ -46,7 +46,7 @@ def why_not(memory: HostMemory, device: torch.device) -> str | None:
         from packhorse.kernels.launch import runs_on
     except ImportError:
         return "gathers on a GPU need Triton; install it with: pip install 'packhorse[gpu]'"
-    if not runs_on(device):
+    if device.type not in ("cuda", "cpu") or not runs_on(device):
         return f"the kernels run on NVIDIA GPUs, not on {device}"
     if device.type != "cuda":
         return None

@@ -11,6 +11,7 @@ from packhorse.kernels.table_elements import (
     count_bits,
     element_of,
     load_number,
+    load_rows,
     put_exceptions,
     value_of,
 )
@@ -148,16 +149,6 @@ def gather_list_kernel(
             )  # fmt: skip
 
 
-@triton.jit
-def _load_rows(rows_ptr, ids_ptr, out_rows, n_ids, first_row, stride, WORDS: tl.constexpr):
-    """Whole rows, as words of 4 bytes: wide loads, whatever lies where in a row."""
-    mask = out_rows < n_ids
-    ids = tl.load(ids_ptr + out_rows, mask=mask, other=0)
-    row = (rows_ptr + (ids - first_row) * stride).to(tl.pointer_type(tl.uint32))
-    place = tl.arange(0, WORDS)[None, :]
-    return tl.load(row[:, None] + place, mask=mask[:, None] & (place < stride // 4), other=0)
-
-
 @triton.jit(
     do_not_specialize=["n_ids", "first_row", "background"],  # a background of 1 would be no tensor
     do_not_specialize_on_alignment=["ids_ptr"],
@@ -198,7 +189,7 @@ def gather_bitmap_kernel(
     bits = tl.arange(0, 32)[None, None, :]
     if STAGED > 0:
         first = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        held = _load_rows(rows_ptr, ids_ptr, first, n_ids, first_row, stride, STAGED)
+        held = load_rows(rows_ptr, ids_ptr, first, n_ids, first_row, stride, STAGED)
     for block in range(tl.program_id(0), tl.cdiv(n_ids, BLOCK_ROWS), tl.num_programs(0)):
         out_rows = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         mask_rows = out_rows < n_ids
@@ -217,7 +208,7 @@ def gather_bitmap_kernel(
             tl.debug_barrier()
             row = row.to(tl.pointer_type(tl.uint8))
             following = out_rows + tl.num_programs(0) * BLOCK_ROWS
-            held = _load_rows(rows_ptr, ids_ptr, following, n_ids, first_row, stride, STAGED)
+            held = load_rows(rows_ptr, ids_ptr, following, n_ids, first_row, stride, STAGED)
         n_before = tl.zeros((BLOCK_ROWS,), tl.int32)
         for start in range(0, tl.cdiv(n_columns, 32), BLOCK_COLUMNS // 32):
             index = start + tl.arange(0, BLOCK_COLUMNS // 32)[None, :]

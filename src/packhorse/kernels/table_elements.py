@@ -4,7 +4,7 @@ odd places, and exceptions."""
 import triton
 from triton import language as tl
 
-__all__ = ["count_bits", "element_of", "load_number", "put_exceptions", "value_of"]
+__all__ = ["count_bits", "element_of", "load_number", "load_rows", "put_exceptions", "value_of"]
 
 
 @triton.jit
@@ -100,3 +100,13 @@ def load_number(at, mask, NBYTES: tl.constexpr, UNIT: tl.constexpr, WORD: tl.con
     for k in tl.static_range(1, NBYTES // UNIT):
         number |= tl.load(units + k, mask=mask, other=0).to(WORD) << (8 * UNIT * k)
     return number
+
+
+@triton.jit
+def load_rows(rows_ptr, ids_ptr, out_rows, n_ids, first_row, stride, WORDS: tl.constexpr):
+    """Whole rows, as words of 4 bytes: wide loads, whatever lies where in a row."""
+    mask = out_rows < n_ids
+    ids = tl.load(ids_ptr + out_rows, mask=mask, other=0)
+    row = (rows_ptr + (ids - first_row) * stride).to(tl.pointer_type(tl.uint32))
+    place = tl.arange(0, WORDS)[None, :]
+    return tl.load(row[:, None] + place, mask=mask[:, None] & (place < stride // 4), other=0)
