@@ -2,6 +2,7 @@
 
 - `device` measures on the GPU of this machine: see gpu/device.py.
 - `collectives` measures packed collectives on the GPUs of this machine: see gpu/collectives.py.
+- `host` measures gathers of packed tables from memory of the host: see gpu/host.py.
 - `wheels` downloads what a GPU machine without a network lacks: see gpu/wheels.py.
 - `products` runs a few products, for tools that watch a program: see gpu/products.py.
 - `predict` prints what the model of time predicts for an H200, and writes docs/benchmarks_gpu.md:
@@ -9,6 +10,7 @@
 - `simulate` simulates products from their machine code: see gpu/simulations.py.
 - `counting` counts instructions and registers for the model of time: see gpu/counting.py.
 - `sass` counts the instructions of the kernels, without a GPU: see gpu/sass.py.
+- `tables` counts those of the kernels that gather packed rows: see gpu/table_code.py.
 - `hazards` looks for registers that are overwritten too early, without a GPU: see gpu/hazards.py.
 
 `python benchmarks/gpu.py device --help` lists the options of a form.
@@ -25,12 +27,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 FORMS = {
     "device": "benchmarks.gpu.device",
     "collectives": "benchmarks.gpu.collectives",
+    "host": "benchmarks.gpu.host",
     "wheels": "benchmarks.gpu.wheels",
     "products": "benchmarks.gpu.products",
     "predict": "benchmarks.gpu.predictions",
     "simulate": "benchmarks.gpu.simulations",
     "counting": "benchmarks.gpu.counting",
     "sass": "benchmarks.gpu.sass",
+    "tables": "benchmarks.gpu.table_code",
     "hazards": "benchmarks.gpu.hazards",
 }
 

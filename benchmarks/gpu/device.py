@@ -34,8 +34,9 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -109,15 +110,28 @@ def main(argv: list[str]) -> int:
     return 1 if any(isinstance(part, dict) for part in parts.values()) else 0
 
 
-def run_parts(args: argparse.Namespace, started: float) -> dict[str, Any]:
-    """Run the requested parts; a part that fails or is wrong gives a dict instead of rows."""
-    from benchmarks.gpu import parts as gpu_parts
+def run_parts(
+    args: argparse.Namespace,
+    started: float,
+    module: str = "benchmarks.gpu.parts",
+    shares: Mapping[str, float] = SHARES,
+) -> dict[str, Any]:
+    """Run the requested parts; a part that fails or is wrong gives a dict instead of rows.
+
+    Args:
+        args: the arguments of the command.
+        started: when it began, by `time.monotonic`.
+        module: that has the parts.
+        shares: of the time of all parts after which each part must end.
+    """
+    from benchmarks.gpu.checks import WrongError
     from packhorse.device.product_check import WrongProductWarning
 
+    gpu_parts = import_module(module)
     parts: dict[str, Any] = {}
-    whole = max(SHARES[name] for name in args.part)
+    whole = max(shares[name] for name in args.part)
     for i, name in enumerate(args.part):
-        share = SHARES[name] / whole
+        share = shares[name] / whole
         note = partial(keep_part, args, parts, name)
         run = Run(args.smoke, started + share * args.budget, args.cache, args.again, note)
         print(f"\n## {name}\n", flush=True)
@@ -125,7 +139,7 @@ def run_parts(args: argparse.Namespace, started: float) -> dict[str, Any]:
             with warnings.catch_warnings():
                 warnings.simplefilter("error", WrongProductWarning)
                 parts[name] = getattr(gpu_parts, name)(run)
-        except (gpu_parts.WrongError, WrongProductWarning) as error:
+        except (WrongError, WrongProductWarning) as error:
             print(f"WRONG: {error}\nNothing is timed with kernels that are wrong.", flush=True)
             parts[name] = {"wrong": str(error), "rows": parts.get(name, [])}
             keep(args, parts)
@@ -200,8 +214,8 @@ def keep(args: argparse.Namespace, parts: dict[str, Any]) -> None:
     folder = args.out or (None if args.smoke else RESULTS)
     if folder is None:
         return
-    document = describe(args.smoke)
-    path = folder / f"{document['slug']}.json"
+    document = describe(args.smoke) | getattr(args, "facts", {})
+    path = folder / f"{getattr(args, 'prefix', '')}{document['slug']}.json"
     kept = json.loads(path.read_text())["parts"] if path.exists() else {}
     folder.mkdir(parents=True, exist_ok=True)
     # The machine may be taken away at any time, and must not leave half a file.

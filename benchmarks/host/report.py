@@ -1,18 +1,44 @@
 """The tables of a measurement of tables in host memory as Markdown: for the terminal and for
 docs/benchmarks_host.md.
 
-They are a function of the JSON that `run.py host` keeps; nothing is measured here.
+They are a function of the JSON that `run.py host` keeps, and of the model of time for gathers on a
+GPU; nothing is measured here.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.common import figures
+from packhorse.gpu.models import PRESETS
+from packhorse.host.device_cost import default_programs, predict_gather
+from packhorse.kernels.tables import kernel_of
+from packhorse.table_layout import TableFormat, TableMode
 
 __all__ = ["document", "part", "targets"]
 
 Result = dict[str, Any]
 GATHERS = ("packhorse", "index_select", "take", "ibp")
+
+_N_IDS = 1 << 20
+_FORMATS = {
+    "BF16, 384 columns, codes of 4 bits": TableFormat(
+        TableMode.DENSE, 16, 384, tuple(e << 7 for e in range(112, 128)), 8, 0, True
+    ),
+    "BF16, 384 columns, three codes in 10 bits": TableFormat(
+        *(TableMode.DENSE, 16, 384, tuple(e << 7 for e in [*range(118, 128), *[118] * 6]), 8),
+        *(0, True),
+        has_triples=True,
+    ),
+    "FP32, 384 columns, codes of 4 bits": TableFormat(
+        TableMode.DENSE, 32, 384, tuple(e << 23 for e in range(112, 128)), 24, 0, True
+    ),
+    "FP32, 784 columns, bitmap and indices": TableFormat(
+        TableMode.BITMAP, 32, 784, tuple(range(256)), capacity=400
+    ),
+    "FP32, 3,703 columns, list and row value": TableFormat(
+        TableMode.LIST, 32, 3703, capacity=14, has_row_value=True
+    ),
+}
 
 INTRODUCTION = """# Benchmarks of tables in host memory
 
@@ -50,6 +76,7 @@ def document(result: Result) -> str:
         f"## Machine\n\n{figures.conditions(result)}\n",
         f"## Targets\n\n{targets(result)}\n",
         *(f"{part(result, name)}\n" for name in ("ratios", "gathers", "packing")),
+        f"## Gathers on a GPU\n\n{_on_gpus()}\n",
     ]
     return "\n".join(parts)
 
@@ -127,6 +154,33 @@ def _packing(found: list[Result]) -> str:
     for row in found:
         cells = [row["table"], row["way"], f"{row['gbps']:.2f}", f"{row['plan_ms']:.0f}"]
         lines.append(_line(cells))
+    return "\n".join(lines)
+
+
+def _on_gpus() -> str:
+    """Predictions for random rows, plain and packed, on two GPUs."""
+    lines = [
+        "**Predicted, not yet measured on a GPU**, by the model of time "
+        "(`packhorse.host.device_cost`): bytes over the link in packets, bytes on the way, counted "
+        "instructions, device memory. GB/s of plain rows, for 2^20 random rows in huge pages; rows "
+        "pull all of their bytes. Plain rows are read in place by as many multiprocessors. "
+        "`python benchmarks/gpu.py host` measures it on a machine with a GPU.",
+        "",
+        _line(["GPU", "rows", "multiprocessors", "plain", "packed", "times", "limit"]),
+        _line(["---", "---", "--:", "--:", "--:", "--:", "---"]),
+    ]
+    for device in (PRESETS[0], PRESETS[-1]):
+        for name, format in _FORMATS.items():
+            raw = TableFormat(
+                TableMode.RAW, format.element_bits, format.n_columns, rest_bits=format.element_bits
+            )
+            block, plain_block = (kernel_of(f, True).constants["BLOCK_ROWS"] for f in (format, raw))
+            for n in dict.fromkeys((16, default_programs(format, block, device))):
+                plain = predict_gather(raw, _N_IDS, n, plain_block, device).seconds
+                found = predict_gather(format, _N_IDS, n, block, device)
+                speeds = [_N_IDS * raw.row_nbytes / time / 1e9 for time in (plain, found.seconds)]
+                cells = [device.name, name, str(n), *(f"{speed:.0f}" for speed in speeds)]
+                lines.append(_line([*cells, f"{speeds[1] / speeds[0]:.2f}", found.limit]))
     return "\n".join(lines)
 
 

@@ -14,7 +14,17 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import checks, collectives, device, parts, peers, predictions, repeats, workers
+from benchmarks.gpu import (
+    checks,
+    collectives,
+    device,
+    host,
+    parts,
+    peers,
+    predictions,
+    repeats,
+    workers,
+)
 from packhorse.device.autotune import predictor, tune
 from packhorse.device.strategy import Choice, Strategy
 from packhorse.gpu.models import PRESETS
@@ -67,9 +77,23 @@ def test_collectives_run_on_a_tiny_scale(tmp_path: Path) -> None:
     assert all(row["same_bits"] and row["ratio"] > 1.1 for row in kept["rows"])
 
 
+def test_gathers_from_the_host_run_on_a_tiny_scale(tmp_path: Path) -> None:
+    done = run_tool("--smoke", "--out", tmp_path, form="host")
+    assert done.returncode == 0, done.stdout + done.stderr
+    kept = json.loads((tmp_path / "host-smoke.json").read_text())
+    assert kept["card"].endswith("times mean nothing")
+    assert kept["command"].startswith("gpu.py host --smoke")
+    assert list(kept["parts"]) == list(host.PARTS)
+    assert all(kept["parts"][part] for part in host.PARTS)
+    ways = {row["way"] for row in kept["parts"]["rows"]}
+    assert {"plain, in place", "plain, CPU and copy", "packed", "packed, each row once"} <= ways
+    assert any("bitmap" in row["way"] for row in kept["parts"]["decode"])
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_without_a_gpu_it_says_what_to_do() -> None:
     assert run_tool(form="collectives").returncode == 3
+    assert run_tool(form="host").returncode == 3
     done = run_tool()
     assert done.returncode == 3
     assert "--smoke" in done.stderr

@@ -8,7 +8,7 @@ import triton
 from numpy.typing import NDArray
 from table_samples import dense_formats, named_tables, noise
 
-from packhorse.kernels.tables import TableTensors, gather_rows
+from packhorse.kernels.tables import TableTensors, gather_rows, upload_table
 from packhorse.reference.tables import encode_table
 from packhorse.table_layout import TableFormat
 
@@ -21,18 +21,7 @@ Rows = NDArray[np.unsignedinteger]
 
 def tensors_of(rows: Rows, format: TableFormat) -> TableTensors:
     arrays = encode_table(rows, format)
-    kind = SIGNED[format.element_bits]
-    values = np.array(format.values, f"u{format.element_nbytes}").view(kind)
-    signed = [
-        arrays.rows,
-        arrays.marks.view(np.int32),
-        arrays.ranks.view(np.int32),
-        arrays.exception_starts.view(np.int32),
-        arrays.exception_columns.view(np.int16),
-        arrays.exception_elements.view(np.uint8),
-        values,
-    ]
-    return TableTensors(*(torch.from_numpy(array.copy()).to(DEVICE) for array in signed))
+    return upload_table(torch.from_numpy(arrays.rows.copy()).to(DEVICE), arrays[1:], format)
 
 
 def check(rows: Rows, format: TableFormat, *, n_programs: int | None = None) -> None:

@@ -25,12 +25,12 @@ class ChangedRows:
 
     @property
     def numbers(self) -> _Numbers:
-        """Their numbers, ascending."""
+        """The numbers of the rows, int64, ascending."""
         return self._numbers
 
     @property
     def rows(self) -> _Bytes:
-        """The rows, in that order."""
+        """The rows: uint8, (n, bytes of a row)."""
         return self._rows
 
     @property

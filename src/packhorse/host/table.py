@@ -8,6 +8,7 @@ touches, not by the ratio.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,12 +20,16 @@ from packhorse.codecs.tables import TableArrays, TablePacker, gather_into, repla
 from packhorse.framework import framework_of, resolve_framework
 from packhorse.gpu.host_memory import HostMemory, host_memory
 from packhorse.host.changed_rows import ChangedRows
+from packhorse.host.row_numbers import numbers_of, require_rows
 from packhorse.host.sources import RowSource
+from packhorse.late_import import import_late
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PackedTable", "pack_table", "plan_table"]
+    from packhorse.host.device_gather import DeviceGathers
+
+__all__ = ["PackedTable", "is_on_device", "pack_table", "plan_table"]
 
 _Bytes = NDArray[np.uint8]
 
@@ -50,6 +55,7 @@ class PackedTable:
         self.dtype, self.way, self.memory = dtype, way, memory
         self._arrays = arrays
         self._changed = ChangedRows(way.format.row_nbytes)
+        self._gathers: DeviceGathers | None = None
         self.shape = (len(arrays.rows), way.format.n_columns)
 
     @property
@@ -75,50 +81,144 @@ class PackedTable:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def gather(self, ids: Any, out: Any = None, *, threads: int | None = None) -> Any:
-        """Rows by number, bit for bit.
+    def gather(
+        self,
+        ids: Any,
+        out: Any = None,
+        *,
+        threads: int | None = None,
+        sm_budget: int | None = None,
+        unique: bool = False,
+    ) -> Any:
+        """Rows by number, bit for bit: on the host, or on the GPU that `ids` or `out` are on.
+
+        A GPU reads the packed rows from memory of the host and decodes them, on the current stream
+        (`with torch.cuda.stream(...)` names another one). Nothing waits for it, so a CUDA graph can
+        contain a gather, once one has run before. The graph stays right after `update_`; the table
+        must outlive it. A table whose memory the GPU cannot read, because it was packed with
+        device="cpu", is gathered by the host, and the rows are copied; a `RuntimeWarning` says so
+        once.
 
         Args:
             ids: integers, of any shape, of NumPy or PyTorch, or a list: 0 to `len(table) - 1`, in
                 any order, each as often as wanted.
-            out: receives the rows: contiguous, in host memory, of the table's dtype and the shape
-                of `ids` with a dimension of columns added. By default a new tensor.
-            threads: threads to use; None for one per core, at most 8.
+            out: receives the rows: contiguous, of the table's dtype and the shape of `ids` with a
+                dimension of columns added; in host memory, or on the GPU of `ids`, or on any GPU
+                if `ids` are in host memory. By default a new tensor.
+            threads: threads to use on the host; None for one per core, at most 8.
+            sm_budget: multiprocessors to use on a GPU; None for as many as are predicted to keep
+                the link busy: 16, or more where rows become much shorter.
+            unique: on a GPU, fetch each row once, however often it is asked for, in ascending
+                order. It pays where most ids are repeated; it sorts the ids, and waits for the GPU
+                to count them, so it does not go into a CUDA graph.
 
         Returns:
-            `out`, or a tensor of the framework of `ids` (NumPy for a list).
+            `out`, or a tensor of the framework of `ids` (NumPy for a list), where `ids` are.
 
         Raises:
             ClosedError: this process is a fork that has not got the memory.
-            IndexError: there is no such row. `out` is as it was.
+            IndexError: there is no such row. `out` is as it was. Ids on a GPU are checked there,
+                without waiting: a wrong one makes a later call fail with "device-side assert
+                triggered", as with PyTorch's own indexing.
             TypeError: `ids` are not integers, or `out` is no such tensor.
-            ValueError: `out` has another shape or dtype.
+            ValueError: `out` has another shape or dtype, or is on another device than `ids`;
+                or `sm_budget` is less than 1.
         """
         self.memory.numpy()  # refuses in a fork
+        for tensor in (ids, out):
+            if is_on_device(tensor):
+                return self._on_devices().gather(
+                    ids, out, tensor.device, sm_budget, unique, self._on_host(threads)
+                )
         framework = framework_of(ids) or resolve_framework("np")
-        numbers, shape = _numbers_of(ids)
+        numbers, shape = numbers_of(ids)
         full = (*shape, self.shape[1])
         if out is None:
             out = framework.empty(self.dtype, full)
         else:
             framework = framework_of(out) or framework
             framework.check_out(out, self.dtype, full)
+        framework.fill(out, partial(self._on_host(threads), numbers))
+        return out
 
-        def write(memory: _Bytes) -> None:
+    def read(
+        self,
+        start: int,
+        stop: int,
+        out: torch.Tensor | None = None,
+        *,
+        device: torch.device | str | None = None,
+        threads: int | None = None,
+        sm_budget: int | None = None,
+        copies: bool | None = None,
+    ) -> torch.Tensor:
+        """Rows `start` to `stop - 1`, bit for bit, as a tensor of PyTorch.
+
+        A GPU reads short blocks as `gather` does. Long ones are copied packed by its copy engine,
+        part by part, and decoded on the way. From which size on that is faster is measured at the
+        first call on a GPU (in less than a second) and kept, as `packhorse tune` keeps its figures.
+        A CUDA graph can contain a call, once one has run before.
+
+        Args:
+            start, stop: 0 <= start <= stop <= `len(table)`.
+            out: receives the rows: contiguous, of the table's dtype, (stop - start, columns). By
+                default a new tensor.
+            device: where the new tensor is; None for host memory.
+            threads, sm_budget: as for `gather`.
+            copies: whether the copy engine is used; None for the faster way.
+
+        Raises:
+            ClosedError: as `gather`.
+            IndexError: there are no such rows.
+            TypeError, ValueError: `out` is no such tensor, or `sm_budget` is less than 1.
+        """
+        self.memory.numpy()
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(
+                f"rows {start} to {stop} are out of range: the table has {len(self)} rows"
+            )
+        torch = import_late("torch")
+        target = torch.device("cpu" if device is None else device) if out is None else out.device
+        shape = (stop - start, self.shape[1])
+        if is_on_device(target):
+            return self._on_devices().read(
+                start, stop, out, target, sm_budget, copies, self._on_host(threads)
+            )
+        framework = resolve_framework("pt")
+        if out is None:
+            out = framework.empty(self.dtype, shape)
+        else:
+            framework.check_out(out, self.dtype, shape)
+        framework.fill(out, partial(self._on_host(threads), np.arange(start, stop)))
+        return out
+
+    def _on_host(self, threads: int | None) -> Callable[[NDArray[np.int64], _Bytes], None]:
+        """Writes rows by number to memory of the host."""
+
+        def write(numbers: NDArray[np.int64], memory: _Bytes) -> None:
             rows = memory.reshape(len(numbers), self.way.format.row_nbytes)
             gather_into(
                 self._arrays, self.way.format, numbers, rows, threads=_threads_for(rows, threads)
             )
             self._changed.put_into(numbers, rows)
 
-        framework.fill(out, write)
-        return out
+        return write
+
+    def _on_devices(self) -> DeviceGathers:
+        if self._gathers is None:
+            from packhorse.host.device_gather import DeviceGathers
+
+            self._gathers = DeviceGathers(
+                self._arrays, self.way.format, self.memory, self.dtype, self.way.pulled.get(32)
+            )
+            self._gathers.refresh(self._changed)
+        return self._gathers
 
     def update_(self, ids: Any, rows: Any) -> None:
         """Replaces rows. Those that the table's format holds are packed in place; others are kept
         plain beside it; `n_unpacked_rows` counts them.
 
-        Nothing may gather meanwhile.
+        Nothing may gather meanwhile. Gathers that were launched on a GPU before are waited for.
 
         Args:
             ids: integers, (n,), each at most once.
@@ -132,7 +232,7 @@ class PackedTable:
                 table is as it was.
         """
         self.memory.numpy()
-        numbers, shape = _numbers_of(ids)
+        numbers, shape = numbers_of(ids)
         source = RowSource(rows)
         if source.dtype != self.dtype:
             raise TypeError(f"rows are {source.dtype}; the table is {self.dtype}")
@@ -141,11 +241,7 @@ class PackedTable:
                 f"rows have shape {(source.n_rows, source.n_columns)}; for these ids it must be"
                 f" {(*shape, self.shape[1])}"
             )
-        bad = (numbers < 0) | (numbers >= len(self))
-        if bad.any():
-            raise IndexError(
-                f"id {numbers[bad][0]} is out of range: the table has {len(self)} rows"
-            )
+        require_rows(numbers, len(self))
         if len(np.unique(numbers)) != len(numbers):
             raise ValueError("an id is there twice; give each row once")
         plain = np.ascontiguousarray(source.read(0, source.n_rows))
@@ -154,13 +250,17 @@ class PackedTable:
         packer = TablePacker(format, packed)
         packer.add(plain)
         fits = ~packer.marked & ~self._is_marked(numbers)
+        if self._gathers is not None:
+            self._gathers.wait()
         self._arrays.rows[numbers[fits]] = packed[fits]
         self._changed.drop(numbers[fits])
         self._changed.keep(numbers[~fits], plain[~fits])
+        if self._gathers is not None:
+            self._gathers.refresh(self._changed)
 
     def repack_(self) -> None:
         """Packs the rows that `update_` kept plain: those that have exceptions get them in the
-        table. Nothing may gather meanwhile.
+        table. Nothing may gather meanwhile. CUDA graphs that gather must be captured again.
 
         Raises:
             ClosedError: as `gather`.
@@ -168,6 +268,9 @@ class PackedTable:
         """
         self.memory.numpy()
         numbers, packed, arrays = self.settle()
+        if self._gathers is not None:
+            self._gathers.wait()
+        self._gathers = None
         self._arrays.rows[numbers] = packed
         self._arrays = arrays
         self._changed.drop(numbers)
@@ -255,21 +358,13 @@ def pack_table(
     return PackedTable(rows.dtype, way, packer.finish(), memory)
 
 
-def _numbers_of(ids: Any) -> tuple[NDArray[np.int64], tuple[int, ...]]:
-    """Ids as a contiguous vector, and their shape."""
-    if framework_of(ids) is not None and not isinstance(ids, np.ndarray):
-        ids = ids.detach().cpu().numpy()
-    array = np.asarray(ids)
-    if array.size == 0 and not isinstance(ids, np.ndarray):
-        array = array.astype(np.int64)
-    if array.dtype.kind not in "iu":
-        raise TypeError(f"ids must be integers, not {array.dtype}")
-    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
-        raise IndexError(f"id {array.max()} is out of range")
-    return np.ascontiguousarray(array.reshape(-1), np.int64), array.shape
-
-
 def _threads_for(rows: _Bytes, threads: int | None) -> int:
     """Threads for a gather: one for each piece that takes longer than to start a thread."""
     wanted = resolve_threads(threads)
     return max(1, min(wanted, rows.nbytes >> 18))
+
+
+def is_on_device(where: Any) -> bool:
+    """Whether a tensor, or a device of PyTorch, is that of a GPU."""
+    device = getattr(where, "device", where)
+    return getattr(device, "type", "cpu") != "cpu"

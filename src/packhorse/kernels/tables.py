@@ -9,26 +9,44 @@ A dense row is cut in 8 slices of columns, the same for all planes, so that one 
 1 bit, 2 of a plane of 2 bits and 4 of a plane of 4 bits serve the 8 vectors of columns.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import triton
+from numpy.typing import NDArray
 from torch import Tensor, device
 from triton import language as tl
 
 from packhorse.kernels.launch import ceil_div, device_of, require_tensor
+from packhorse.kernels.sparse_tables import gather_bitmap_kernel, gather_list_kernel
+from packhorse.kernels.table_elements import element_of, put_exceptions
+from packhorse.kernels.triple_tables import gather_triples_kernel
 from packhorse.table_layout import TableFormat, TableMode
 
 __all__ = [
+    "DEFAULT_PROGRAMS",
+    "INTEGERS",
+    "TableKernel",
     "TableTensors",
     "gather_dense_kernel",
     "gather_raw_kernel",
     "gather_rows",
-    "gather_sparse_kernel",
+    "kernel_of",
+    "put_rows",
+    "put_rows_kernel",
+    "upload_table",
 ]
 
-_INTEGERS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
-_DEFAULT_PROGRAMS = 64  # 16 multiprocessors with 4 programs each
+INTEGERS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
+DEFAULT_PROGRAMS = 16
+# Programs are so large that each has a multiprocessor of its own: then their number is a budget.
+_N_WARPS = 16
+_TILE = 16384  # elements that a program decodes at once: 32 of a thread
+_LIST_ROWS = 32  # of a program at once
+_MAX_STAGED = 4096  # words of a bitmap row that travels as a whole
 
 
 class TableTensors(NamedTuple):
@@ -59,103 +77,17 @@ class TableTensors(NamedTuple):
 
 
 @triton.jit
-def _count_bits(x):
-    """The bits of uint32 numbers that are set."""
-    x = x - ((x >> 1) & 0x55555555)
-    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F
-    return (x + (x >> 8) + (x >> 16) + (x >> 24)) & 0x3F
+def _load_vectors(at, n_steps, steps, mask, N: tl.constexpr):
+    """The vectors of a narrow plane for the 8 slices of columns: vector s % N for slice s. They are
+    repeated after they were loaded, so that a byte travels once."""
+    vectors = tl.load(at + tl.arange(0, N)[None, :, None] * n_steps + steps, mask=mask, other=0)
+    ROWS: tl.constexpr = vectors.shape[0]
+    STEPS: tl.constexpr = vectors.shape[2]
+    repeated = tl.broadcast_to(vectors[:, None, :, :], (ROWS, 8 // N, N, STEPS))
+    return tl.reshape(repeated, (ROWS, 8, STEPS))
 
 
-@triton.jit
-def _put_exceptions(
-    marks_ptr,
-    ranks_ptr,
-    starts_ptr,
-    columns_ptr,
-    elements_ptr,
-    ids,
-    mask_rows,
-    out,  # pointers to the first element of each output row
-    BLOCK_EXCEPTIONS: tl.constexpr,
-):
-    """Overwrites elements of rows with exceptions, which other threads of the program wrote."""
-    tl.debug_barrier()
-    place = (ids % 32).to(tl.uint32)
-    words = tl.load(marks_ptr + ids // 32, mask=mask_rows, other=0).to(tl.uint32, bitcast=True)
-    marked = mask_rows & (((words >> place) & 1) != 0)
-    below = words & ((tl.full(place.shape, 1, tl.uint32) << place) - 1)
-    rank = tl.load(ranks_ptr + ids // 32, mask=marked, other=0) + _count_bits(below).to(tl.int32)
-    starts = tl.load(starts_ptr + rank, mask=marked, other=0).to(tl.int64)
-    stops = tl.load(starts_ptr + rank + 1, mask=marked, other=0).to(tl.int64)
-    counts = tl.where(marked, stops - starts, 0).to(tl.int32)
-    for start in range(0, tl.max(counts, 0), BLOCK_EXCEPTIONS):
-        number = start + tl.arange(0, BLOCK_EXCEPTIONS)[None, :]
-        mask = number < counts[:, None]
-        index = starts[:, None] + number
-        columns = tl.load(columns_ptr + index, mask=mask, other=0).to(tl.int32) & 0xFFFF
-        elements = tl.load(elements_ptr + index, mask=mask, other=0)
-        tl.store(out[:, None] + columns, elements, mask=mask)
-
-
-@triton.jit
-def _value(at, mask, BITS: tl.constexpr, WORD: tl.constexpr):
-    """Values of codes, without a sign to extend."""
-    value = tl.load(at, mask=mask, other=0)
-    if BITS == 16:
-        value = value.to(tl.uint16, bitcast=True)
-    if BITS == 32:
-        value = value.to(tl.uint32, bitcast=True)
-    if BITS == 64:
-        value = value.to(tl.uint64, bitcast=True)
-    return value.to(WORD)
-
-
-@triton.jit
-def _element(
-    packed,
-    values_ptr,
-    mask,
-    CODE_BITS: tl.constexpr,
-    REST_BITS: tl.constexpr,
-    SHIFT: tl.constexpr,
-    HAS_SIGN: tl.constexpr,
-    BITS: tl.constexpr,
-):
-    """Elements of packed elements, as unsigned words."""
-    WORD: tl.constexpr = packed.dtype
-    MOVED: tl.constexpr = REST_BITS - HAS_SIGN
-    code = tl.zeros(packed.shape, tl.int32)
-    if CODE_BITS > 0:
-        code = (packed >> REST_BITS).to(tl.int32) & ((1 << CODE_BITS) - 1)
-    element = _value(values_ptr + code, mask, BITS, WORD)
-    if MOVED > 0:
-        if MOVED == BITS:
-            element |= packed
-        else:
-            kept = tl.full((), (1 << MOVED) - 1, WORD)
-            element |= (packed & kept) << SHIFT
-    if HAS_SIGN:
-        element |= ((packed >> MOVED) & 1) << (BITS - 1)
-    return element
-
-
-@triton.jit
-def _triple_code(triples, columns, mask, n_triples):
-    """Codes that triples have. Three columns share a triple, and 12 share the byte with the bits
-    above. The link carries each byte once; the cache of the multiprocessor has it then."""
-    third = columns // n_triples
-    number = columns - third * n_triples
-    slice_nbytes = 2 * ((n_triples + 7) // 8)
-    part = number // slice_nbytes
-    low = tl.load(triples + number, mask=mask, other=0).to(tl.int32)
-    top = tl.load(triples + n_triples + number - part * slice_nbytes, mask=mask, other=0)
-    triple = low | ((top.to(tl.int32) >> (2 * part)) & 3) << 8
-    triple = tl.where(third == 0, triple, tl.where(third == 1, triple // 10, triple // 100))
-    return triple % 10
-
-
-@triton.jit(do_not_specialize=["n_ids"], do_not_specialize_on_alignment=["ids_ptr"])
+@triton.jit(do_not_specialize=["n_ids", "first_row"], do_not_specialize_on_alignment=["ids_ptr"])
 def gather_dense_kernel(
     rows_ptr,
     marks_ptr,
@@ -167,13 +99,12 @@ def gather_dense_kernel(
     ids_ptr,
     out_ptr,  # n_ids x n_columns
     n_ids,
+    first_row,  # the row that rows_ptr begins with
     n_columns,
     stride,
     n_steps,  # ceil(n_columns / 8)
-    n_triples,  # ceil(n_columns / 3)
     N_WHOLE: tl.constexpr,
     NARROW: tl.constexpr,
-    HAS_TRIPLES: tl.constexpr,
     CODE_BITS: tl.constexpr,
     REST_BITS: tl.constexpr,
     SHIFT: tl.constexpr,
@@ -185,191 +116,96 @@ def gather_dense_kernel(
     BLOCK_EXCEPTIONS: tl.constexpr,
 ):
     WORD: tl.constexpr = tl.uint64 if BITS == 64 else tl.uint32
+    slices = tl.arange(0, 8)[None, :, None]
     for block in range(tl.program_id(0), tl.cdiv(n_ids, BLOCK_ROWS), tl.num_programs(0)):
         out_rows = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         mask_rows = out_rows < n_ids
         ids = tl.load(ids_ptr + out_rows, mask=mask_rows, other=0)
-        row = rows_ptr + ids[:, None] * stride
+        row = (rows_ptr + (ids - first_row) * stride)[:, None, None]
         out = out_ptr + out_rows.to(tl.int64) * n_columns
         narrow = row + N_WHOLE * n_columns
-        triples = narrow + NARROW * n_steps
         for first in range(0, n_steps, BLOCK_STEPS):
-            steps = first + tl.arange(0, BLOCK_STEPS)[None, :]
-            mask = mask_rows[:, None] & (steps < n_steps)
-            at = narrow + (NARROW & 4) * n_steps + steps  # behind the plane of 4 bits
-            even = mask.to(tl.uint8)
-            odd = even
+            steps = first + tl.arange(0, BLOCK_STEPS)[None, None, :]
+            in_slice = mask_rows[:, None, None] & (steps < n_steps)
+            columns = slices * n_steps + steps
+            mask = in_slice & (columns < n_columns)
+            packed = tl.zeros(mask.shape, WORD)
+            for k in tl.static_range(N_WHOLE):
+                plane = tl.load(row + k * n_columns + columns, mask=mask, other=0)
+                packed |= plane.to(WORD) << (8 * k)
+            if NARROW & 4:
+                fours = _load_vectors(narrow, n_steps, steps, in_slice, 4)
+                field = (fours >> (slices // 4 * 4)) & 15
+                packed |= field.to(WORD) << (8 * N_WHOLE)
             if NARROW & 2:
-                even = tl.load(at, mask=mask, other=0)
-                odd = tl.load(at + n_steps, mask=mask, other=0)
-            ones = even
+                at = narrow + (NARROW & 4) * n_steps
+                twos = _load_vectors(at, n_steps, steps, in_slice, 2)
+                field = (twos >> (slices // 2 * 2)) & 3
+                packed |= field.to(WORD) << (8 * N_WHOLE + (NARROW & 4))
             if NARROW & 1:
-                ones = tl.load(at + (NARROW & 2) * n_steps, mask=mask, other=0)
-            for i in tl.static_range(4):
-                fours = even
-                if NARROW & 4:
-                    fours = tl.load(narrow + i * n_steps + steps, mask=mask, other=0)
-                for half in tl.static_range(2):
-                    SLICE: tl.constexpr = i + 4 * half
-                    columns = SLICE * n_steps + steps
-                    in_row = mask & (columns < n_columns)
-                    packed = tl.zeros(mask.shape, WORD)
-                    for k in tl.static_range(N_WHOLE):
-                        plane = tl.load(row + k * n_columns + columns, mask=in_row, other=0)
-                        packed |= plane.to(WORD) << (8 * k)
-                    if NARROW & 4:
-                        field = (fours >> (4 * half)) & 15
-                        packed |= field.to(WORD) << (8 * N_WHOLE)
-                    if NARROW & 2:
-                        twos = even if i % 2 == 0 else odd
-                        field = (twos >> (SLICE // 2 * 2)) & 3
-                        packed |= field.to(WORD) << (8 * N_WHOLE + (NARROW & 4))
-                    if NARROW & 1:
-                        field = (ones >> SLICE) & 1
-                        packed |= field.to(WORD) << (8 * N_WHOLE + (NARROW & 6))
-                    if HAS_TRIPLES:
-                        code = _triple_code(triples, columns, in_row, n_triples)
-                        packed |= code.to(WORD) << REST_BITS
-                    element = _element(
-                        packed, values_ptr, in_row, CODE_BITS, REST_BITS, SHIFT, HAS_SIGN, BITS
-                    )
-                    element = element.to(out_ptr.dtype.element_ty)
-                    tl.store(out[:, None] + columns, element, mask=in_row)
+                at = narrow + (NARROW & 6) * n_steps
+                ones = _load_vectors(at, n_steps, steps, in_slice, 1)
+                field = (ones >> slices) & 1
+                packed |= field.to(WORD) << (8 * N_WHOLE + (NARROW & 6))
+            element = element_of(
+                packed, values_ptr, mask, CODE_BITS, REST_BITS, SHIFT, HAS_SIGN, BITS
+            )
+            element = element.to(out_ptr.dtype.element_ty)
+            tl.store(out[:, None, None] + columns, element, mask=mask)
         if HAS_EXCEPTIONS:
-            _put_exceptions(
+            put_exceptions(
                 marks_ptr, ranks_ptr, starts_ptr, columns_ptr, elements_ptr,
                 ids, mask_rows, out, BLOCK_EXCEPTIONS,
             )  # fmt: skip
 
 
-@triton.jit
-def _load_bytes(at, mask, NBYTES: tl.constexpr, WORD: tl.constexpr):
-    """Little-endian numbers at any addresses."""
-    number = tl.load(at, mask=mask, other=0).to(WORD)
-    for k in tl.static_range(1, NBYTES):
-        number |= tl.load(at + k, mask=mask, other=0).to(WORD) << (8 * k)
-    return number
-
-
-@triton.jit
-def _stored_elements(
-    at,
-    row_values,
-    values_ptr,
-    mask,
-    NBYTES: tl.constexpr,
-    HAS_ROW_VALUE: tl.constexpr,
-    CODE_BITS: tl.constexpr,
-    REST_BITS: tl.constexpr,
-    SHIFT: tl.constexpr,
-    BITS: tl.constexpr,
-    WORD: tl.constexpr,
-):
-    """Elements that sparse rows store at some addresses."""
-    if HAS_ROW_VALUE:
-        return row_values[:, None] + tl.zeros(mask.shape, WORD)
-    if NBYTES == 0:
-        return _value(values_ptr + tl.zeros(mask.shape, tl.int32), mask, BITS, WORD)
-    packed = _load_bytes(at, mask, NBYTES, WORD)
-    return _element(packed, values_ptr, mask, CODE_BITS, REST_BITS, SHIFT, False, BITS)
-
-
 @triton.jit(do_not_specialize=["n_ids"], do_not_specialize_on_alignment=["ids_ptr"])
-def gather_sparse_kernel(
-    rows_ptr,
-    marks_ptr,
-    ranks_ptr,
-    starts_ptr,
-    columns_ptr,
-    elements_ptr,
-    values_ptr,
+def put_rows_kernel(
+    head_ptr,  # int64: how many rows there are, the address of their numbers, and that of the rows
     ids_ptr,
     out_ptr,  # n_ids x n_columns
     n_ids,
     n_columns,
-    stride,
-    capacity,
-    first_nbytes,  # of a row, before its first stored element or entry
-    background,
-    IS_LIST: tl.constexpr,
-    NBYTES: tl.constexpr,  # of a packed element
-    HAS_ROW_VALUE: tl.constexpr,
-    CODE_BITS: tl.constexpr,
-    REST_BITS: tl.constexpr,
-    SHIFT: tl.constexpr,
-    BITS: tl.constexpr,
-    HAS_EXCEPTIONS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    BLOCK_ENTRIES: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_EXCEPTIONS: tl.constexpr,
 ):
-    WORD: tl.constexpr = tl.uint64 if BITS == 64 else tl.uint32
-    TYPE: tl.constexpr = out_ptr.dtype.element_ty
-    for block in range(tl.program_id(0), tl.cdiv(n_ids, BLOCK_ROWS), tl.num_programs(0)):
+    """Overwrites gathered rows with plain ones, found by bisection."""
+    n_rows = tl.load(head_ptr)
+    numbers_ptr = tl.load(head_ptr + 1).to(tl.pointer_type(tl.int64))
+    rows_ptr = tl.multiple_of(tl.load(head_ptr + 2).to(out_ptr.dtype), 16)
+    n_blocks = tl.where(n_rows > 0, tl.cdiv(n_ids, BLOCK_ROWS), 0)
+    for block in range(tl.program_id(0), n_blocks, tl.num_programs(0)):
         out_rows = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         mask_rows = out_rows < n_ids
-        ids = tl.load(ids_ptr + out_rows, mask=mask_rows, other=0)
-        row = rows_ptr + ids * stride
-        out = out_ptr + out_rows.to(tl.int64) * n_columns
-        row_values = tl.zeros((BLOCK_ROWS,), WORD)
-        if HAS_ROW_VALUE:
-            row_values = _load_bytes(row, mask_rows, BITS // 8, WORD)
-        stored = row[:, None] + first_nbytes
-        if IS_LIST:
+        ids = tl.load(ids_ptr + out_rows, mask=mask_rows, other=-1)
+        place = tl.zeros((BLOCK_ROWS,), tl.int64)  # of the first number that is not less
+        left = n_rows
+        while left > 1:
+            half = left // 2
+            number = tl.load(numbers_ptr + place + half - 1, mask=mask_rows, other=0)
+            place += tl.where(number < ids, half, 0)
+            left -= half
+        number = tl.load(numbers_ptr + place, mask=mask_rows, other=0)
+        place += (number < ids).to(tl.int64)
+        is_there = mask_rows & (place < n_rows)
+        found = is_there & (tl.load(numbers_ptr + place, mask=is_there, other=-1) == ids)
+        if tl.max(found.to(tl.int32), 0) != 0:
+            out = out_ptr + out_rows.to(tl.int64) * n_columns
+            row = rows_ptr + place * n_columns
             for start in range(0, n_columns, BLOCK_COLUMNS):
                 columns = start + tl.arange(0, BLOCK_COLUMNS)[None, :]
-                mask = mask_rows[:, None] & (columns < n_columns)
-                fill = tl.zeros(mask.shape, TYPE) + background.to(TYPE)
-                tl.store(out[:, None] + columns, fill, mask=mask)
-            tl.debug_barrier()
-            # Only what comes before the end of a row's list is fetched, but for a few entries.
-            alive = mask_rows
-            start = 0
-            while (start < capacity) & (tl.max(alive.to(tl.int32), 0) != 0):
-                number = start + tl.arange(0, BLOCK_ENTRIES)[None, :]
-                mask = alive[:, None] & (number < capacity)
-                at = stored + number * (NBYTES + 2)
-                columns = _load_bytes(at, mask, 2, tl.uint32).to(tl.int32)
-                is_stored = mask & (columns < n_columns)
-                element = _stored_elements(
-                    at + 2, row_values, values_ptr, is_stored,
-                    NBYTES, HAS_ROW_VALUE, CODE_BITS, REST_BITS, SHIFT, BITS, WORD,
-                )  # fmt: skip
-                tl.store(out[:, None] + columns, element.to(TYPE), mask=is_stored)
-                alive = alive & (tl.min(is_stored.to(tl.int32), 1) != 0)
-                start += BLOCK_ENTRIES
-        else:
-            bitmap = row[:, None] + (BITS // 8 if HAS_ROW_VALUE else 0)
-            n_before = tl.zeros((BLOCK_ROWS,), tl.int32)
-            for start in range(0, n_columns, BLOCK_COLUMNS):
-                columns = start + tl.arange(0, BLOCK_COLUMNS)[None, :]
-                mask = mask_rows[:, None] & (columns < n_columns)
-                byte = tl.load(bitmap + columns // 8, mask=mask, other=0).to(tl.int32)
-                bit = (byte >> (columns % 8)) & 1
-                number = n_before[:, None] + tl.cumsum(bit, 1) - 1
-                is_stored = mask & (bit != 0) & (number < capacity)
-                element = _stored_elements(
-                    stored + number * NBYTES, row_values, values_ptr, is_stored,
-                    NBYTES, HAS_ROW_VALUE, CODE_BITS, REST_BITS, SHIFT, BITS, WORD,
-                )  # fmt: skip
-                other = tl.zeros(mask.shape, TYPE) + background.to(TYPE)
-                chosen = tl.where(is_stored, element.to(TYPE), other)
-                tl.store(out[:, None] + columns, chosen, mask=mask)
-                n_before += tl.sum(bit, 1)
-        if HAS_EXCEPTIONS:
-            _put_exceptions(
-                marks_ptr, ranks_ptr, starts_ptr, columns_ptr, elements_ptr,
-                ids, mask_rows, out, BLOCK_EXCEPTIONS,
-            )  # fmt: skip
+                mask = found[:, None] & (columns < n_columns)
+                elements = tl.load(row[:, None] + columns, mask=mask)
+                tl.store(out[:, None] + columns, elements, mask=mask)
 
 
-@triton.jit(do_not_specialize=["n_ids"], do_not_specialize_on_alignment=["ids_ptr"])
+@triton.jit(do_not_specialize=["n_ids", "first_row"], do_not_specialize_on_alignment=["ids_ptr"])
 def gather_raw_kernel(
     rows_ptr,  # u8
     ids_ptr,
     out_ptr,  # n_ids x n_columns
     n_ids,
+    first_row,
     n_columns,
     stride,
     BLOCK_ROWS: tl.constexpr,
@@ -380,13 +216,135 @@ def gather_raw_kernel(
         out_rows = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         mask_rows = out_rows < n_ids
         ids = tl.load(ids_ptr + out_rows, mask=mask_rows, other=0)
-        row = (rows_ptr + ids * stride).to(tl.pointer_type(TYPE))
+        row = (rows_ptr + (ids - first_row) * stride).to(tl.pointer_type(TYPE))
         out = out_ptr + out_rows.to(tl.int64) * n_columns
         for start in range(0, n_columns, BLOCK_COLUMNS):
             columns = start + tl.arange(0, BLOCK_COLUMNS)[None, :]
             mask = mask_rows[:, None] & (columns < n_columns)
             elements = tl.load(row[:, None] + columns, mask=mask)
             tl.store(out[:, None] + columns, elements, mask=mask)
+
+
+def upload_table(rows: Tensor, others: Sequence[NDArray[Any]], format: TableFormat) -> TableTensors:
+    """The tensors of a table.
+
+    Args:
+        rows: uint8, n_rows x stride, where the kernels read them.
+        others: the other arrays of docs/format.md, section 14, in their order; they are copied to
+            the device of the rows.
+        format: of the table.
+    """
+    *words, columns, elements = others
+    values = np.array(format.values, f"<u{format.element_nbytes}")
+    kind = "u1" if format.element_bits == 8 else f"i{format.element_nbytes}"
+    arrays = [array.view(np.int32) for array in words]
+    arrays += [columns.view(np.int16), elements.view(np.uint8), values.view(kind)]
+    return TableTensors(rows, *(torch.from_numpy(array.copy()).to(rows.device) for array in arrays))
+
+
+class TableKernel(NamedTuple):
+    """The kernel for rows of a format, and what it is told.
+
+    Attributes:
+        kernel: the kernel.
+        numbers: its arguments after `first_row`, but for scratch memory.
+        constants: its `tl.constexpr` arguments, and the warps of a program.
+    """
+
+    kernel: Any
+    numbers: tuple[int, ...]
+    constants: Mapping[str, int]
+
+
+@cache
+def kernel_of(format: TableFormat, has_exceptions: bool) -> TableKernel:
+    """The kernel for a table.
+
+    Args:
+        format: of the table.
+        has_exceptions: whether any row has one.
+    """
+    if format.mode is TableMode.RAW:
+        found = _raw_kernel(format)
+    elif format.mode is TableMode.DENSE:
+        found = _dense_kernel(format)
+    elif format.mode is TableMode.LIST:
+        found = _list_kernel(format)
+    else:
+        found = _bitmap_kernel(format)
+    constants = dict(found.constants)
+    if format.mode is not TableMode.RAW:
+        constants |= {
+            "CODE_BITS": format.code_bits,
+            "REST_BITS": format.rest_bits,
+            "SHIFT": format.shift,
+            "BITS": format.element_bits,
+            "HAS_EXCEPTIONS": has_exceptions,
+            "BLOCK_EXCEPTIONS": 8,
+        }
+    return found._replace(constants=constants | {"num_warps": _N_WARPS})
+
+
+def _raw_kernel(format: TableFormat) -> TableKernel:
+    block_columns = min(triton.next_power_of_2(format.n_columns), 1024)
+    block_rows = max(1, 2 * _TILE // format.element_nbytes // block_columns)
+    constants = {"BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns}
+    return TableKernel(gather_raw_kernel, (format.n_columns, format.stride), constants)
+
+
+def _dense_kernel(format: TableFormat) -> TableKernel:
+    n_steps = ceil_div(format.n_columns, 8)
+    constants = {
+        "N_WHOLE": format.plane_bits // 8,
+        "NARROW": format.plane_bits % 8,
+        "HAS_SIGN": int(format.has_sign),
+    }
+    numbers: tuple[int, ...] = format.n_columns, format.stride, n_steps
+    tile = _TILE // max(1, format.element_nbytes // 2)
+    if format.has_triples:
+        block = min(triton.next_power_of_2(format.n_triples), 512)
+        # A larger tile spills registers.
+        constants |= {"BLOCK_ROWS": max(1, _TILE // (8 * block)), "BLOCK_TRIPLES": block}
+        return TableKernel(gather_triples_kernel, (*numbers, format.n_triples), constants)
+    block = min(triton.next_power_of_2(n_steps), 256)
+    constants |= {"BLOCK_ROWS": max(1, tile // (8 * block)), "BLOCK_STEPS": block}
+    return TableKernel(gather_dense_kernel, numbers, constants)
+
+
+def _list_kernel(format: TableFormat) -> TableKernel:
+    nbytes = format.packed_bits // 8
+    numbers = format.n_columns, format.stride, format.capacity, _signed(format)
+    constants = {
+        "NBYTES": nbytes,
+        "UNIT": 1 if (format.first_nbytes | format.entry_nbytes) % 2 else 2,
+        "HAS_ROW_VALUE": format.has_row_value,
+        "BLOCK_ROWS": _LIST_ROWS,
+        "BLOCK_ENTRIES": 8 if nbytes else 16,
+        "BLOCK_COLUMNS": min(triton.next_power_of_2(format.n_columns), 1024),
+    }
+    return TableKernel(gather_list_kernel, numbers, constants)
+
+
+def _bitmap_kernel(format: TableFormat) -> TableKernel:
+    nbytes, stride = format.packed_bits // 8, format.stride
+    block_columns = min(max(triton.next_power_of_2(format.n_columns), 32), 1024)
+    n_words = triton.next_power_of_2(stride // 4)
+    numbers = format.n_columns, stride, format.capacity, format.first_nbytes, _signed(format)
+    constants = {
+        "NBYTES": nbytes,
+        "STAGED": n_words if nbytes and n_words <= _MAX_STAGED else 0,
+        "UNIT": min(format.element_nbytes, 4) if format.has_row_value else 4,
+        "HAS_ROW_VALUE": format.has_row_value,
+        "BLOCK_ROWS": max(1, _TILE // 2 // max(block_columns, n_words)),
+        "BLOCK_COLUMNS": block_columns,
+    }
+    return TableKernel(gather_bitmap_kernel, numbers, constants)
+
+
+def _signed(format: TableFormat) -> int:
+    """The background as the kernel's integers have it."""
+    limit = 1 << format.element_bits - 1
+    return format.background - 2 * limit if format.background >= limit else format.background
 
 
 def gather_rows(
@@ -396,6 +354,7 @@ def gather_rows(
     out: Tensor,
     *,
     n_programs: int | None = None,
+    first_row: int = 0,
 ) -> None:
     """Gathers rows. The caller has checked the ids and the table.
 
@@ -404,7 +363,8 @@ def gather_rows(
         format: its format.
         ids: int64 (n,), on the device of the kernels; each is a row.
         out: integers of the elements' size, n x n_columns; receives the rows.
-        n_programs: programs that share the work; None for 64, which fill 16 multiprocessors.
+        n_programs: programs that share the work, each on a multiprocessor of its own; None for 16.
+        first_row: the row that `tensors.rows` begins with; all rows that are gathered are in it.
 
     Raises:
         TypeError: a tensor has another dtype.
@@ -412,101 +372,18 @@ def gather_rows(
     """
     n, n_columns = len(ids), format.n_columns
     require_tensor(ids, "ids", torch.int64, (n,), tensors.device)
-    require_tensor(out, "out", _INTEGERS[format.element_bits], (n, n_columns), tensors.device)
+    require_tensor(out, "out", INTEGERS[format.element_bits], (n, n_columns), tensors.device)
     if n == 0:
         return
-    launch = {TableMode.RAW: _gather_raw, TableMode.DENSE: _gather_dense}
+    kernel, numbers, constants = kernel_of(format, tensors.exception_columns.numel() > 0)
+    arrays = (tensors.rows,) if format.mode is TableMode.RAW else _arrays_of(tensors, out)
+    n_programs = min(n_programs or DEFAULT_PROGRAMS, ceil_div(n, constants["BLOCK_ROWS"]))
+    arguments = (*arrays, ids, out, n, first_row, *numbers)
+    if "STAGED" in constants:
+        n_words = n_programs * constants["BLOCK_ROWS"] * constants["STAGED"]
+        arguments = (*arguments, torch.empty(n_words, dtype=torch.uint32, device=out.device))
     with device_of(out):
-        launch.get(format.mode, _gather_sparse)(
-            tensors, format, ids, out, n_programs or _DEFAULT_PROGRAMS
-        )
-
-
-def _gather_raw(
-    tensors: TableTensors, format: TableFormat, ids: Tensor, out: Tensor, n_programs: int
-) -> None:
-    block_columns = min(triton.next_power_of_2(format.n_columns), 1024)
-    block_rows = max(1, 4096 // format.element_nbytes // block_columns)
-    grid = (min(n_programs, ceil_div(len(ids), block_rows)),)
-    gather_raw_kernel[grid](
-        tensors.rows,
-        ids,
-        out,
-        len(ids),
-        format.n_columns,
-        format.stride,
-        BLOCK_ROWS=block_rows,
-        BLOCK_COLUMNS=block_columns,
-        num_warps=4,
-    )
-
-
-def _gather_dense(
-    tensors: TableTensors, format: TableFormat, ids: Tensor, out: Tensor, n_programs: int
-) -> None:
-    n_steps = ceil_div(format.n_columns, 8)
-    block_steps = min(triton.next_power_of_2(n_steps), 256)
-    block_rows = max(1, 2048 // block_steps // format.element_nbytes)
-    grid = (min(n_programs, ceil_div(len(ids), block_rows)),)
-    gather_dense_kernel[grid](
-        *_arrays_of(tensors, out),
-        ids,
-        out,
-        len(ids),
-        format.n_columns,
-        format.stride,
-        n_steps,
-        format.n_triples,
-        N_WHOLE=format.plane_bits // 8,
-        NARROW=format.plane_bits % 8,
-        HAS_TRIPLES=format.has_triples,
-        CODE_BITS=format.code_bits,
-        REST_BITS=format.rest_bits,
-        SHIFT=format.shift,
-        HAS_SIGN=int(format.has_sign),
-        BITS=format.element_bits,
-        HAS_EXCEPTIONS=tensors.exception_columns.numel() > 0,
-        BLOCK_ROWS=block_rows,
-        BLOCK_STEPS=block_steps,
-        BLOCK_EXCEPTIONS=8,
-        num_warps=4,
-    )
-
-
-def _gather_sparse(
-    tensors: TableTensors, format: TableFormat, ids: Tensor, out: Tensor, n_programs: int
-) -> None:
-    is_list = format.mode is TableMode.LIST
-    block_columns = min(triton.next_power_of_2(format.n_columns), 512)
-    block_rows = 8 if is_list else max(1, 1024 // block_columns)
-    grid = (min(n_programs, ceil_div(len(ids), block_rows)),)
-    background = format.background
-    if background >= 1 << format.element_bits - 1:
-        background -= 1 << format.element_bits
-    gather_sparse_kernel[grid](
-        *_arrays_of(tensors, out),
-        ids,
-        out,
-        len(ids),
-        format.n_columns,
-        format.stride,
-        format.capacity,
-        format.first_nbytes,
-        background,
-        IS_LIST=is_list,
-        NBYTES=format.packed_bits // 8,
-        HAS_ROW_VALUE=format.has_row_value,
-        CODE_BITS=format.code_bits,
-        REST_BITS=format.rest_bits,
-        SHIFT=format.shift,
-        BITS=format.element_bits,
-        HAS_EXCEPTIONS=tensors.exception_columns.numel() > 0,
-        BLOCK_ROWS=block_rows,
-        BLOCK_ENTRIES=8,
-        BLOCK_COLUMNS=block_columns,
-        BLOCK_EXCEPTIONS=8,
-        num_warps=4,
-    )
+        kernel[n_programs,](*arguments, **constants)
 
 
 def _arrays_of(tensors: TableTensors, out: Tensor) -> tuple[Tensor, ...]:
@@ -515,3 +392,33 @@ def _arrays_of(tensors: TableTensors, out: Tensor) -> tuple[Tensor, ...]:
     held = tensors.exception_elements
     elements = held.view(out.dtype) if held.numel() else held
     return (*tensors[:5], elements, tensors.values)
+
+
+def put_rows(head: Tensor, ids: Tensor, out: Tensor, *, n_programs: int | None = None) -> None:
+    """Overwrites gathered rows with plain ones, where there are such.
+
+    Where these lie is read on the device, so that a CUDA graph finds them wherever they move.
+
+    Args:
+        head: int64 (3,): how many plain rows there are, the address of their numbers (int64,
+            ascending), and that of the rows, which are like those of `out`.
+        ids: int64 (n,): the numbers of the gathered rows.
+        out: integers, n x n_columns.
+        n_programs: programs that share the work; None for 16.
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: a tensor has another shape, is on another device, or is not contiguous.
+    """
+    require_tensor(head, "head", torch.int64, (3,), out.device)
+    require_tensor(ids, "ids", torch.int64, (len(out),), out.device)
+    if not len(out):
+        return
+    block_columns = min(triton.next_power_of_2(out.shape[1]), 1024)
+    block_rows = max(1, 8192 // block_columns)
+    n_programs = min(n_programs or DEFAULT_PROGRAMS, ceil_div(len(out), block_rows))
+    with device_of(out):
+        put_rows_kernel[n_programs,](
+            head, ids, out, len(out), out.shape[1],
+            BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, num_warps=8,
+        )  # fmt: skip

@@ -1,0 +1,112 @@
+"""What the kernels that gather rows of packed tables share: elements of codes and rests, numbers at
+odd places, and exceptions."""
+
+import triton
+from triton import language as tl
+
+__all__ = ["count_bits", "element_of", "load_number", "load_rows", "put_exceptions", "value_of"]
+
+
+@triton.jit
+def count_bits(x):
+    """The bits of uint32 numbers that are set. Compilers know this way as one instruction."""
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return (x * 0x01010101) >> 24
+
+
+@triton.jit
+def put_exceptions(
+    marks_ptr,
+    ranks_ptr,
+    starts_ptr,
+    columns_ptr,
+    elements_ptr,
+    ids,
+    mask_rows,
+    out,  # pointers to the first element of each output row
+    BLOCK_EXCEPTIONS: tl.constexpr,
+):
+    """Overwrites elements of rows with exceptions, which other threads of the program wrote."""
+    tl.debug_barrier()
+    place = (ids % 32).to(tl.uint32)
+    words = tl.load(marks_ptr + ids // 32, mask=mask_rows, other=0).to(tl.uint32, bitcast=True)
+    marked = mask_rows & (((words >> place) & 1) != 0)
+    below = words & ((tl.full(place.shape, 1, tl.uint32) << place) - 1)
+    rank = tl.load(ranks_ptr + ids // 32, mask=marked, other=0) + count_bits(below).to(tl.int32)
+    starts = tl.load(starts_ptr + rank, mask=marked, other=0).to(tl.int64)
+    stops = tl.load(starts_ptr + rank + 1, mask=marked, other=0).to(tl.int64)
+    counts = tl.where(marked, stops - starts, 0).to(tl.int32)
+    for start in range(0, tl.max(counts, 0), BLOCK_EXCEPTIONS):
+        number = start + tl.arange(0, BLOCK_EXCEPTIONS)[None, :]
+        mask = number < counts[:, None]
+        index = starts[:, None] + number
+        columns = tl.load(columns_ptr + index, mask=mask, other=0).to(tl.int32) & 0xFFFF
+        elements = tl.load(elements_ptr + index, mask=mask, other=0)
+        tl.store(out[:, None] + columns, elements, mask=mask)
+
+
+@triton.jit
+def value_of(at, mask, BITS: tl.constexpr, WORD: tl.constexpr):
+    """Values of codes, without a sign to extend."""
+    value = tl.load(at, mask=mask, other=0)
+    if BITS == 16:
+        value = value.to(tl.uint16, bitcast=True)
+    if BITS == 32:
+        value = value.to(tl.uint32, bitcast=True)
+    if BITS == 64:
+        value = value.to(tl.uint64, bitcast=True)
+    return value.to(WORD)
+
+
+@triton.jit
+def element_of(
+    packed,
+    values_ptr,
+    mask,
+    CODE_BITS: tl.constexpr,
+    REST_BITS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    HAS_SIGN: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """Elements of packed elements, as unsigned words."""
+    WORD: tl.constexpr = packed.dtype
+    MOVED: tl.constexpr = REST_BITS - HAS_SIGN
+    code = tl.zeros(packed.shape, tl.int32)
+    if CODE_BITS > 0:
+        code = (packed >> REST_BITS).to(tl.int32) & ((1 << CODE_BITS) - 1)
+    element = value_of(values_ptr + code, mask, BITS, WORD)
+    if MOVED > 0:
+        if MOVED == BITS:
+            element |= packed
+        else:
+            kept = tl.full((), (1 << MOVED) - 1, WORD)
+            element |= (packed & kept) << SHIFT
+    if HAS_SIGN:
+        element |= ((packed >> MOVED) & 1) << (BITS - 1)
+    return element
+
+
+@triton.jit
+def load_number(at, mask, NBYTES: tl.constexpr, UNIT: tl.constexpr, WORD: tl.constexpr):
+    """Little-endian numbers at addresses that are multiples of UNIT bytes."""
+    TYPE: tl.constexpr = (
+        tl.uint8 if UNIT == 1 else tl.uint16 if UNIT == 2 else tl.uint32 if UNIT == 4 else tl.uint64
+    )
+    units = at.to(tl.pointer_type(TYPE))
+    number = tl.load(units, mask=mask, other=0).to(WORD)
+    for k in tl.static_range(1, NBYTES // UNIT):
+        number |= tl.load(units + k, mask=mask, other=0).to(WORD) << (8 * UNIT * k)
+    return number
+
+
+@triton.jit
+def load_rows(rows_ptr, ids_ptr, out_rows, n_ids, first_row, stride, WORDS: tl.constexpr):
+    """Whole rows, as words of 4 bytes: wide loads, whatever lies where in a row."""
+    mask = out_rows < n_ids
+    ids = tl.load(ids_ptr + out_rows, mask=mask, other=0)
+    row = (rows_ptr + (ids - first_row) * stride).to(tl.pointer_type(tl.uint32))
+    place = tl.arange(0, WORDS)[None, :]
+    return tl.load(row[:, None] + place, mask=mask[:, None] & (place < stride // 4), other=0)
