@@ -72,6 +72,11 @@ class PackedTable:
         """Rows that were changed and do not fit the table; they are kept plain."""
         return len(self._changed)
 
+    @property
+    def changed_rows(self) -> ChangedRows:
+        """These rows."""
+        return self._changed
+
     def __len__(self) -> int:
         return self.shape[0]
 
