@@ -210,9 +210,11 @@ def test_without_torch_the_error_names_the_extra() -> None:
         "except packhorse.MissingBackendError as error: print(error)\n"
         "try: from packhorse.device import pack_model_\n"
         "except packhorse.MissingBackendError as error: print(error)\n"
+        "try: from packhorse.host import PackedEmbedding\n"
+        "except packhorse.MissingBackendError as error: print(error)\n"
     )
     words = " ".join(run_python(code))
-    assert words.count("pip install 'packhorse[torch]'") == 4
+    assert words.count("pip install 'packhorse[torch]'") == 5
 
 
 # Errors and the README.

@@ -78,6 +78,8 @@ def test_bags_are_those_of_pytorch(options: dict[str, Any], dtype: torch.dtype) 
     assert same(packed(ids, offsets), plain(ids, offsets))
     assert same(packed(ids.int(), offsets.int()), plain(ids.int(), offsets.int()))
     assert same(packed(ids_of(6, 9)), plain(ids_of(6, 9)))
+    with pytest.raises(TypeError, match="integers"):
+        packed(torch.zeros(2, 2))
     if options["mode"] == "sum":
         scales = torch.rand(len(ids)).to(dtype)
         assert same(packed(ids, offsets, scales), plain(ids, offsets, scales))

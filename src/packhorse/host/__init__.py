@@ -16,10 +16,12 @@ if TYPE_CHECKING:
         pack_embedding_,
         unpack_embedding_,
     )
+    from packhorse.host.hot_rows import HotRows
     from packhorse.host.row_optimizer import RowOptimizer
 
 __all__ = [
     "HostMemory",
+    "HotRows",
     "MemoryKind",
     "PackedEmbedding",
     "PackedEmbeddingBag",
@@ -34,6 +36,7 @@ __all__ = [
 ]
 
 _MODULES = {  # those that need PyTorch
+    "HotRows": "hot_rows",
     "PackedEmbedding": "embedding",
     "PackedEmbeddingBag": "embedding",
     "RowOptimizer": "row_optimizer",

@@ -16,7 +16,8 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 
 from packhorse.codecs.table_plan import TableWay
-from packhorse.host.packed_module import PackedModule, Places, memory_for
+from packhorse.host.packed_module import PackedModule, memory_for
+from packhorse.host.places import Places
 from packhorse.host.table import PackedTable, pack_table
 
 __all__ = ["PackedEmbedding", "PackedEmbeddingBag", "pack_embedding_", "unpack_embedding_"]

@@ -16,14 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from packhorse.host.hot_rows import HotRows
+from packhorse.host.places import Places
 from packhorse.host.row_weight import RowWeight
 from packhorse.host.table import PackedTable, pack_table
 from packhorse.host.table_state import drop_table, holds_table, join_table, split_table
 from packhorse.torch_dtypes import TORCH_DTYPES, short_name
 
-__all__ = ["PackedModule", "Places", "memory_for"]
+__all__ = ["PackedModule", "memory_for"]
 
 _WEIGHT = "weight"
 _BLOCK_NBYTES = 16 << 20  # of plain rows that are decoded at once
@@ -35,30 +36,6 @@ def memory_for(device: torch.device | str | None) -> torch.device | str:
     return place if place.type == "cuda" else "cpu"
 
 
-class Places:
-    """The rows that a batch of ids needs, and where each id finds its own.
-
-    Attributes:
-        numbers: int64, (n,): rows of the table. With a padding index, its row is among them:
-            PyTorch's function sums in another way if there is one.
-        places: int64, of the shape of the ids: rows of the small matrix.
-        padding: the place of the row `padding_idx`; None if there is no such index.
-    """
-
-    def __init__(self, ids: Tensor, padding_idx: int | None, *, distinct: bool) -> None:
-        flat = ids.reshape(-1).long()
-        n = len(flat)
-        numbers = flat if padding_idx is None else F.pad(flat, (0, 1), value=padding_idx)
-        if distinct:
-            self.numbers, places = torch.unique(numbers, return_inverse=True)
-        else:
-            self.numbers, places = numbers, torch.arange(len(numbers), device=flat.device)
-            if padding_idx is not None:
-                places[:n].masked_fill_(flat == padding_idx, n)
-        self.padding = None if padding_idx is None else int(places[n])
-        self.places = places[:n].reshape(ids.shape)
-
-
 class PackedModule(nn.Module):
     """An embedding whose rows lie packed in memory of the host.
 
@@ -67,6 +44,8 @@ class PackedModule(nn.Module):
         trains: whether gradients are kept.
         plain_state: whether `state_dict` has the plain matrix; otherwise it has the arrays of the
             packed table.
+        hot: the rows that are on the device as well; None for none. It is used as long as it is of
+            this table.
         gradient: the sparse gradient of the whole matrix, as PyTorch's embeddings have it in
             `weight.grad` with `sparse=True`; not coalesced. None if there was none. It may be set.
         unpacked_share_told: the share of rows, kept plain after changes, of which a warning told.
@@ -80,20 +59,29 @@ class PackedModule(nn.Module):
     plain_state: bool
     unpacked_share_told: float
     gradient: Tensor | None
+    hot: HotRows | None
 
     def hold(self, table: PackedTable, *, trains: bool, device: Any = None) -> None:
         """Takes a table. `device` is where rows come out."""
         self.table = table
         self.trains, self.plain_state = trains, False
         self.unpacked_share_told = 0.0
-        self.gradient: Tensor | None = None
+        self.gradient = self.hot = None
         # It moves with the module, and says where rows come out.
         place = torch.empty(0, dtype=self.dtype, device=device)
         self.register_buffer("_place", place, persistent=False)
 
     def release(self) -> None:
         """Undoes `hold`."""
-        for name in ("table", "trains", "plain_state", "unpacked_share_told", "gradient", "_place"):
+        for name in (
+            "table",
+            "trains",
+            "plain_state",
+            "unpacked_share_told",
+            "gradient",
+            "hot",
+            "_place",
+        ):
             delattr(self, name)
 
     @property
@@ -128,7 +116,8 @@ class PackedModule(nn.Module):
         device = self.place_for(ids)
         if device.type == "meta":
             return torch.empty((*ids.shape, self.embedding_dim), dtype=self.dtype, device=device)
-        rows: Tensor = self.table.gather(ids.to(device))
+        source = self.hot if self.hot is not None and self.hot.table is self.table else self.table
+        rows: Tensor = source.gather(ids.to(device))
         return rows.to(device)
 
     def place_for(self, ids: Tensor) -> torch.device:
@@ -254,7 +243,7 @@ class PackedModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        state["table"] = split_table(self.table, "table")
+        state["table"], state["hot"] = split_table(self.table, "table"), None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -37,6 +37,7 @@ class PackedTable:
         dtype: safetensors' name of the dtype.
         way: how rows are packed, and what a fetch of a row touches.
         memory: where the packed rows lie.
+        n_updates: how often rows were replaced.
 
     Example:
         >>> import numpy as np
@@ -51,6 +52,7 @@ class PackedTable:
         self._arrays = arrays
         self._changed = ChangedRows(way.format.row_nbytes)
         self.shape = (len(arrays.rows), way.format.n_columns)
+        self.n_updates = 0
 
     @property
     def arrays(self) -> TableArrays:
@@ -158,6 +160,7 @@ class PackedTable:
         packed = np.empty((len(numbers), format.stride), np.uint8)
         packer = TablePacker(format, packed)
         packer.add(plain)
+        self.n_updates += 1
         fits = ~packer.marked & ~self._is_marked(numbers)
         self._arrays.rows[numbers[fits]] = packed[fits]
         self._changed.drop(numbers[fits])
