@@ -232,3 +232,11 @@ def test_tables_from_elsewhere_are_used_as_they_are(tmp_path: Any) -> None:
     assert same(module(torch.tensor([[1, 2]])), torch.from_numpy(rows[1] + rows[2])[None])
     assert "PackedTable(60 x 16 F32" in repr(module)
     assert "60, 16, mode='sum'" in repr(module)
+
+
+def test_compiled_models_run_look_ups_as_they_are() -> None:
+    model = nn.Sequential(PackedEmbedding.from_pretrained(weights()), nn.Linear(N_COLUMNS, 4))
+    bag = PackedEmbeddingBag.from_pretrained(weights(), mode="sum")
+    ids = ids_of(3, 5)
+    assert same(torch.compile(model, backend="eager")(ids), model(ids))
+    assert same(torch.compile(bag, backend="eager")(ids), bag(ids))

@@ -125,6 +125,11 @@ class PackedEmbedding(PackedModule, nn.Embedding):  # type: ignore[override]
             IndexError: there is no such row.
             TypeError: `input` has no integers.
         """
+        if torch.compiler.is_compiling():
+            return _apart(self._look_up)(input)  # type: ignore[no-any-return]
+        return self._look_up(input)
+
+    def _look_up(self, input: Tensor) -> Tensor:
         is_far = self.place_for(input).type != "cpu" and input.numel() > _DISTINCT_IDS_ON_GPU
         if not self.collects and not is_far:
             return self.fetch(input)
@@ -226,6 +231,14 @@ class PackedEmbeddingBag(PackedModule, nn.EmbeddingBag):  # type: ignore[overrid
             TypeError: `input` has no integers.
             RuntimeError, ValueError: as PyTorch.
         """
+        if torch.compiler.is_compiling():
+            apart = _apart(self._look_up)
+            return apart(input, offsets, per_sample_weights)  # type: ignore[no-any-return]
+        return self._look_up(input, offsets, per_sample_weights)
+
+    def _look_up(
+        self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
+    ) -> Tensor:
         device = self.place_for(input)
         nbytes = input.numel() * self.table.way.format.row_nbytes
         distinct = nbytes > _DISTINCT_NBYTES
@@ -247,7 +260,7 @@ class PackedEmbeddingBag(PackedModule, nn.EmbeddingBag):  # type: ignore[overrid
 
 def pack_embedding_(
     module: nn.Embedding | nn.EmbeddingBag,
-    *,
+    *others: nn.Embedding | nn.EmbeddingBag,
     way: TableWay | None = None,
     device: torch.device | str | None = None,
 ) -> None:
@@ -256,47 +269,61 @@ def pack_embedding_(
     both.
 
     Args:
-        module: the embedding. Its weight must not be shared with other modules, which would keep
-            the plain one.
+        module: the embedding.
+        others: embeddings that share its weight; they will share the packed rows. Modules that are
+            not named keep the plain weight.
         way: as for `pack_table`.
         device: where rows come out; None for the device of the weight.
 
     Raises:
-        TypeError: the module is no embedding, or is packed already.
-        ValueError: it has an option that cannot be had, or a `forward` of its own, as hooks of
-            accelerate give it.
+        TypeError: a module is no embedding, or is packed already.
+        ValueError: it has an option that cannot be had, has another weight than the first, or has a
+            `forward` of its own, as hooks of accelerate give it.
     """
-    base = _base_of(module)
-    if isinstance(module, PackedModule) or base is None:
+    modules = (module, *others)
+    for each in modules:
+        _require_plain(each)
+        if each.weight is not module.weight:
+            raise ValueError("the modules do not share one weight; pack them one by one")
+    weight = module.weight
+    place = weight.device if device is None else torch.device(device)
+    readable = None if device is None and place.type == "cpu" else memory_for(place)
+    table = pack_table(weight.detach(), way=way, device=readable)
+    for each in modules:
+        del each._parameters["weight"]
+        kind = type(each)
+        base = next(ours for ours, plain in _PLAIN.items() if isinstance(each, plain))
+        each.__class__ = base if kind in _PLAIN.values() else _joined(kind, base)
+        assert isinstance(each, PackedModule)
+        each.hold(table, trains=weight.requires_grad, device=place)
+
+
+def _require_plain(module: nn.Module) -> None:
+    if isinstance(module, PackedModule) or not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         what = type(module).__name__
         raise TypeError(f"{what} is not a torch.nn.Embedding or EmbeddingBag with a plain weight")
     if "forward" in vars(module):
         raise ValueError("the module has a forward of its own: remove its hooks first")
     _check_options(module)
-    place = module.weight.device if device is None else device
-    table = pack_table(module.weight.detach(), way=way, device=memory_for(place))
-    trains = module.weight.requires_grad
-    del module._parameters["weight"]
-    module.__class__ = base if type(module) in _PLAIN.values() else _joined(type(module), base)
-    assert isinstance(module, PackedModule)
-    module.hold(table, trains=trains, device=place)
 
 
-def unpack_embedding_(module: nn.Module) -> None:
+def unpack_embedding_(module: nn.Module, weight: Parameter | None = None) -> None:
     """Undoes `pack_embedding_`, bit for bit; the weight lies where rows came out.
 
     Args:
         module: a module that has packed rows.
+        weight: the plain weight, if it is there already; None to unpack it.
 
     Raises:
-        TypeError: it has none.
+        TypeError: the module has no packed rows.
     """
     if not isinstance(module, PackedModule):
         raise TypeError(f"{type(module).__name__} has no packed rows")
-    weight = Parameter(module.unpacked().to(module.device), requires_grad=module.trains)
+    if weight is None:
+        weight = Parameter(module.unpacked().to(module.device), requires_grad=module.trains)
     module.release()
-    bases = type(module).__bases__
-    module.__class__ = _PLAIN[type(module)] if type(module) in _PLAIN else bases[0]
+    kind = type(module)
+    module.__class__ = _PLAIN[kind] if kind in _PLAIN else kind.__bases__[0]
     module.register_parameter("weight", weight)
 
 
@@ -304,11 +331,6 @@ _PLAIN: dict[type, type] = {
     PackedEmbedding: nn.Embedding,
     PackedEmbeddingBag: nn.EmbeddingBag,
 }
-
-
-def _base_of(module: nn.Module) -> type[PackedModule] | None:
-    found = (ours for ours, plain in _PLAIN.items() if isinstance(module, plain))
-    return next(found, None)
 
 
 def _joined(plain: type, base: type) -> type:
@@ -330,6 +352,11 @@ def _empty_joined(plain: type, base: type) -> Any:
 def _how_to_make(weight: Any, dtype: torch.dtype | None) -> dict[str, Any]:
     """How PyTorch makes a module whose weight is used, or whose options alone are."""
     return {"device": "cpu" if weight is None else "meta", "dtype": dtype}
+
+
+def _apart(look_up: Any) -> Any:
+    """A look-up that a compiled model calls as it is: the host gathers, which cannot be traced."""
+    return torch.compiler.disable(look_up)  # type: ignore[no-untyped-call]
 
 
 def _take_options(module: nn.Module, plain: nn.Embedding | nn.EmbeddingBag) -> None:
