@@ -60,11 +60,10 @@ class ChangedRows:
 
     def drop(self, numbers: _Numbers) -> None:
         """Forgets rows; others are not there."""
-        if not len(self._numbers) or not len(numbers):
-            return
-        stays = ~np.isin(self._numbers, numbers)
-        if not stays.all():
-            self._numbers, self._rows = self._numbers[stays], self._rows[stays]
+        places, found = self._find(numbers)
+        if found.any():
+            self._numbers = np.delete(self._numbers, places[found])
+            self._rows = np.delete(self._rows, places[found], axis=0)
 
     def put_into(self, numbers: _Numbers, rows: _Bytes) -> None:
         """Overwrites the rows that are kept here, among rows that were gathered."""
