@@ -72,6 +72,11 @@ def logits(model: Any) -> Tensor:
     return found
 
 
+def looked_up(model: Any) -> Tensor:
+    found: Tensor = model.get_input_embeddings()(PROMPT)
+    return found
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_and_saved_folders_are_those_of_the_plain_model(name: str, tmp_path: Path) -> None:
     made = make_model(name)
@@ -118,8 +123,10 @@ def test_a_config_loads_embeddings_into_the_host(tmp_path: Path) -> None:
     assert isinstance(model.get_input_embeddings(), PackedEmbedding)
     assert model.hf_quantizer.report.host_nbytes > 0
     assert torch.equal(generate(model), generate(plain))
+    assert not looked_up(model).requires_grad
     model.dequantize()
     assert type(model.get_input_embeddings()) is nn.Embedding
+    assert all(each.requires_grad for each in model.parameters())
     with pytest.raises(ValueError, match='must be True, False, None or "host"'):
         PackhorseConfig(embeddings="disk")
 

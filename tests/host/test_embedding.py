@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -201,6 +202,21 @@ def test_a_module_of_any_class_is_packed_in_place_and_back(kind: type[nn.Embeddi
     assert same(module.weight.detach(), weight)
     assert module.weight.requires_grad
     assert not dict(module.named_buffers())
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, Scaled])
+def test_hooks_of_accelerate_go_on(kind: type[nn.Embedding]) -> None:
+    module = kind(N_ROWS, N_COLUMNS)
+    ids = ids_of(5)
+    expected = module(ids).detach()
+    add_hook_to_module(module, AlignDevicesHook("cpu", io_same_device=True))
+    pack_embedding_(module)
+    module.requires_grad_(False)
+    assert same(module(ids), expected)
+    remove_hook_from_module(module)
+    assert same(module(ids), expected)
+    unpack_embedding_(module)
+    assert same(module(ids), expected)
 
 
 def through_pickle(module: nn.Module) -> nn.Module:

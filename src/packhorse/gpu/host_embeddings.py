@@ -39,8 +39,8 @@ class EmbeddingHost(Protocol):
         ...
 
     def pack_(self, modules: Sequence[nn.Module], *, plain_state: bool) -> HostedRows:
-        """Packs the rows that embeddings share, in place; `plain_state` says whether their state
-        dicts hold the plain matrix."""
+        """Packs the rows that embeddings share, in place, and freezes them; `plain_state` says
+        whether their state dicts hold the plain matrix."""
         ...
 
     def unpack_(self, model: nn.Module) -> None:

@@ -8,6 +8,7 @@ a subclass, such as one that scales what it looks up, gets a class that derives 
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 import torch
@@ -32,7 +33,9 @@ class PackedEmbedding(PackedModule, nn.Embedding):  # type: ignore[override]
     """`torch.nn.Embedding` with packed rows.
 
     Args:
-        num_embeddings, embedding_dim, padding_idx: as PyTorch's.
+        num_embeddings: rows.
+        embedding_dim: columns.
+        padding_idx: as PyTorch's.
         max_norm: must be None, because it changes rows when they are read.
         norm_type: of max_norm; unused.
         scale_grad_by_freq: must be False, as in PyTorch with sparse gradients.
@@ -98,7 +101,12 @@ class PackedEmbedding(PackedModule, nn.Embedding):  # type: ignore[override]
         Args:
             embeddings: anything that `pack_table` takes; or a packed table, which is used as it is.
             freeze: whether gradients are not kept.
-            padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, device: as for the class.
+            padding_idx: as for the class.
+            max_norm: as for the class.
+            norm_type: as for the class.
+            scale_grad_by_freq: as for the class.
+            sparse: as for the class.
+            device: as for the class.
 
         Raises:
             TypeError: as `pack_table`.
@@ -144,9 +152,18 @@ class PackedEmbeddingBag(PackedModule, nn.EmbeddingBag):  # type: ignore[overrid
     """`torch.nn.EmbeddingBag` with packed rows.
 
     Args:
-        num_embeddings, embedding_dim, mode, include_last_offset, padding_idx: as PyTorch's.
-        max_norm, norm_type, scale_grad_by_freq, sparse, _weight, device, dtype: as for
-            `PackedEmbedding`.
+        num_embeddings: rows.
+        embedding_dim: columns.
+        max_norm: as for `PackedEmbedding`.
+        norm_type: as for `PackedEmbedding`.
+        scale_grad_by_freq: as for `PackedEmbedding`.
+        mode: "sum", "mean" or "max".
+        sparse: as for `PackedEmbedding`.
+        _weight: as for `PackedEmbedding`.
+        include_last_offset: as PyTorch's.
+        padding_idx: as PyTorch's.
+        device: as for `PackedEmbedding`.
+        dtype: as for `PackedEmbedding`.
 
     Raises:
         ValueError: as `PackedEmbedding`.
@@ -200,7 +217,8 @@ class PackedEmbeddingBag(PackedModule, nn.EmbeddingBag):  # type: ignore[overrid
         *,
         device: Any = None,
     ) -> PackedEmbeddingBag:
-        """A module with given rows; arguments as for `PackedEmbedding.from_pretrained`."""
+        """A module with given rows; arguments as for `PackedEmbedding.from_pretrained` and for the
+        class."""
         rows = _as_table(embeddings, device)
         module = cls(
             *(*rows.shape, max_norm, norm_type, scale_grad_by_freq, mode, sparse, rows),
@@ -277,8 +295,7 @@ def pack_embedding_(
 
     Raises:
         TypeError: a module is no embedding, or is packed already.
-        ValueError: it has an option that cannot be had, has another weight than the first, or has a
-            `forward` of its own, as hooks of accelerate give it.
+        ValueError: it has an option that cannot be had, or has another weight than the first.
     """
     modules = (module, *others)
     for each in modules:
@@ -293,7 +310,7 @@ def pack_embedding_(
         del each._parameters["weight"]
         kind = type(each)
         base = next(ours for ours, plain in _PLAIN.items() if isinstance(each, plain))
-        each.__class__ = base if kind in _PLAIN.values() else _joined(kind, base)
+        _change_class(each, base if kind in _PLAIN.values() else _joined(kind, base))
         assert isinstance(each, PackedModule)
         each.hold(table, trains=weight.requires_grad, device=place)
 
@@ -302,8 +319,6 @@ def _require_plain(module: nn.Module) -> None:
     if isinstance(module, PackedModule) or not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         what = type(module).__name__
         raise TypeError(f"{what} is not a torch.nn.Embedding or EmbeddingBag with a plain weight")
-    if "forward" in vars(module):
-        raise ValueError("the module has a forward of its own: remove its hooks first")
     _check_options(module)
 
 
@@ -323,7 +338,7 @@ def unpack_embedding_(module: nn.Module, weight: Parameter | None = None) -> Non
         weight = Parameter(module.unpacked().to(module.device), requires_grad=module.trains)
     module.release()
     kind = type(module)
-    module.__class__ = _PLAIN[kind] if kind in _PLAIN else kind.__bases__[0]
+    _change_class(module, _PLAIN[kind] if kind in _PLAIN else kind.__bases__[0])
     module.register_parameter("weight", weight)
 
 
@@ -331,6 +346,15 @@ _PLAIN: dict[type, type] = {
     PackedEmbedding: nn.Embedding,
     PackedEmbeddingBag: nn.EmbeddingBag,
 }
+
+
+def _change_class(module: nn.Module, new: type) -> None:
+    """Hooks of accelerate keep the method of the old class in the module; it is replaced, too."""
+    before = type(module).forward
+    module.__class__ = new
+    for name in ("forward", "_old_forward"):
+        if getattr(vars(module).get(name), "__func__", None) is before:
+            setattr(module, name, MethodType(type(module).forward, module))
 
 
 def _joined(plain: type, base: type) -> type:

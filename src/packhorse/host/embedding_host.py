@@ -27,11 +27,12 @@ class ModelEmbeddings:
         return HostedRows((rows.n_rows, rows.n_columns), way.words, nbytes, rows.element_nbytes)
 
     def pack_(self, modules: Sequence[nn.Module], *, plain_state: bool) -> HostedRows:
-        """Packs the rows that embeddings share, in place."""
+        """Packs the rows that embeddings share, in place; they are frozen."""
         embeddings: list[Any] = [*modules]
         pack_embedding_(*embeddings)
         for each in embeddings:
             each.plain_state = plain_state
+            each.requires_grad_(False)
         return _rows_of(embeddings[0].table)
 
     def unpack_(self, model: nn.Module) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from packhorse.gpu.host_memory import MemoryKind
 from packhorse.host.hot_rows import HotRows
 from packhorse.host.places import Places
 from packhorse.host.row_weight import RowWeight
@@ -117,8 +118,16 @@ class PackedModule(nn.Module):
         if device.type == "meta":
             return torch.empty((*ids.shape, self.embedding_dim), dtype=self.dtype, device=device)
         source = self.hot if self.hot is not None and self.hot.table is self.table else self.table
-        rows: Tensor = source.gather(ids.to(device))
+        if self.table.memory.kind is not MemoryKind.PAGEABLE:  # then the device itself may gather
+            ids = ids.to(device)
+        rows: Tensor = source.gather(ids)
         return rows.to(device)
+
+    @property
+    def _readers(self) -> torch.device | str | None:
+        """What `pack_table` is to be told, so that GPUs can read new rows as they read the old."""
+        is_read = self.table.memory.kind is not MemoryKind.PAGEABLE
+        return None if is_read and self.device.type != "cuda" else memory_for(self.device)
 
     def place_for(self, ids: Tensor) -> torch.device:
         """Where rows for these ids come out: on the module's device, or on that of the ids if the
@@ -158,7 +167,7 @@ class PackedModule(nn.Module):
     def repack_(self) -> None:
         """Packs the table anew, so that rows which were changed and did not fit are packed again.
         The table and its copy are in memory meanwhile."""
-        self.table = pack_table(_Rows(self.table), device=memory_for(self.device))
+        self.table = pack_table(_Rows(self.table), device=self._readers)
         self.unpacked_share_told = 0.0
 
     def unpacked(self) -> Tensor:
@@ -176,7 +185,7 @@ class PackedModule(nn.Module):
 
     def reset_parameters(self) -> None:
         """As PyTorch does: rows from a normal distribution, the padding row zero."""
-        self.table = pack_table(_new_rows(self), device=memory_for(self.device))
+        self.table = pack_table(_new_rows(self), device=self._readers)
 
     def _apply(self, fn: Any, recurse: bool = True) -> PackedModule:
         probe = fn(torch.empty(0, dtype=self.dtype))
@@ -216,13 +225,13 @@ class PackedModule(nn.Module):
                 for key, value in state_dict.items()
                 if key.startswith(f"{name}.")
             }
-            joined = join_table(arrays, name, device=memory_for(self.device))
+            joined = join_table(arrays, name, device=self._readers)
             self._take(joined, name, error_msgs)
             drop_table(state_dict, name)
         elif name in state_dict:
             plain = state_dict.pop(name).detach()
             if tuple(plain.shape) == self.table.shape:
-                plain = pack_table(plain.to(self.dtype), device=memory_for(self.device))
+                plain = pack_table(plain.to(self.dtype), device=self._readers)
             self._take(plain, name, error_msgs)
         elif strict:
             missing_keys.append(name)

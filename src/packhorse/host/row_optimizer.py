@@ -2,7 +2,8 @@
 
 A step takes the rows that have a gradient out of the table, together with the rows of the
 optimizer's state. PyTorch's optimizer changes them as if they were a whole matrix, and they are
-packed again. So losses are those of PyTorch's own optimizer on the plain matrix, bit for bit.
+packed again, all in memory of the host. So losses are those of PyTorch's own optimizer on the plain
+matrix, bit for bit.
 
 This is right for optimizers that change each row by its own gradient and state, and leave rows
 without a gradient alone.
@@ -69,8 +70,8 @@ class RowOptimizer(Optimizer):
         self._make, self._options = optimizer, options
         # PyTorch keeps options and state by parameter; these have no elements.
         places = [Parameter(torch.empty(0, dtype=module.dtype)) for module in self._modules]
-        defaults = _checked(optimizer, options)
-        super().__init__(places, defaults)
+        self._module_of = dict(zip(places, self._modules, strict=True))
+        super().__init__(places, _checked(optimizer, options))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of all modules."""
@@ -94,17 +95,13 @@ class RowOptimizer(Optimizer):
         for group in self.param_groups:
             options = {key: value for key, value in group.items() if key != "params"}
             for place in group["params"]:
-                self._step_module(self._module_of(place), place, options)
+                self._step_module(self._module_of[place], place, options)
         return loss
 
-    def _module_of(self, place: Tensor) -> PackedModule:
-        places = [place for group in self.param_groups for place in group["params"]]
-        return self._modules[next(i for i, each in enumerate(places) if each is place)]
-
     def _step_module(self, module: PackedModule, place: Tensor, options: dict[str, Any]) -> None:
-        gradient = module.gradient
-        if gradient is None:
+        if module.gradient is None:
             return
+        gradient = module.gradient.cpu()  # rows and state are there, and go back there
         ids, places = torch.unique(gradient._indices()[0], return_inverse=True)
         rows = Parameter(module.table.gather(ids))
         small = torch.sparse_coo_tensor(

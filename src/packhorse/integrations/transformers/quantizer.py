@@ -39,6 +39,7 @@ from packhorse.device.packed_weight import PackedWeight
 from packhorse.device.packing import join_arrays
 from packhorse.device.report import PackReport
 from packhorse.errors import CompatibilityError, CorruptionError
+from packhorse.gpu.host_embeddings import embedding_host
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.layout import WEIGHT_VERSION
 
@@ -353,6 +354,8 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
         plain = [each for each in model.parameters() if not isinstance(each, PackedWeight)]
         names = [n for n, each in model.named_parameters() if isinstance(each, PackedWeight)]
+        hosted = embedding_host().hosted(model)
+        names += [f"{name}.weight" for shared in hosted for name in shared.split(" = ")]
         unpack_model_(model)
         # `from_pretrained` leaves weights trainable, but a partly frozen model stays partly frozen.
         if all(parameter.requires_grad for parameter in plain):
