@@ -164,6 +164,15 @@ def test_bad_states_are_refused_by_name() -> None:
     }
     with pytest.raises(CorruptionError, match="changed_ids do not ascend within"):
         module.load_state_dict(bad)
+    changed = PackedEmbedding.from_pretrained(weights())
+    changed.update_(torch.tensor([9]), torch.full((1, N_COLUMNS), 3e30))
+    state = changed.state_dict()
+    state["weight.changed_rows"] = state["weight.changed_rows"] ^ 1
+    with pytest.raises(CorruptionError, match="changed_rows do not match their checksum"):
+        module.load_state_dict(state)
+    bad = module.state_dict() | {"weight.crcs": torch.zeros(5).bfloat16()}
+    with pytest.raises(CorruptionError, match=r"weight\.crcs is no tensor of integers"):
+        module.load_state_dict(bad)
     assert same(module.unpacked(), weights())
 
 

@@ -153,5 +153,19 @@ def test_what_changes_all_rows_is_refused() -> None:
         RowOptimizer(bag, torch.optim.Adam)
     with pytest.raises(ValueError, match=r"momentum=0\.9 changes rows that have no gradient"):
         RowOptimizer(bag, torch.optim.SGD, lr=0.1, momentum=0.9)
+    first, second = nn.Embedding(10, 8), nn.Embedding(10, 8)
+    second.weight = first.weight
+    pack_embedding_(first, second)
+    with pytest.raises(ValueError, match="share their rows"):
+        RowOptimizer([first, second], torch.optim.SGD)
     with pytest.raises(ValueError, match="no packed embedding that is trained"):
         RowOptimizer(PackedEmbedding.from_pretrained(torch.zeros(3, 4)), torch.optim.SGD)
+
+
+def test_a_batch_of_padding_changes_nothing() -> None:
+    bag = PackedEmbeddingBag(10, 8, padding_idx=0, mode="sum")
+    optimizer = RowOptimizer(bag, torch.optim.SGD, lr=0.1)
+    rows = bag.unpacked()
+    bag(torch.zeros(3, 4, dtype=torch.int64)).sum().backward()
+    optimizer.step()
+    assert torch.equal(bag.unpacked(), rows)

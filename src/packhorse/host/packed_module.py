@@ -15,8 +15,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from packhorse.errors import CorruptionError
 from packhorse.gpu.host_memory import MemoryKind
 from packhorse.host.hot_rows import HotRows
 from packhorse.host.places import Places
@@ -221,7 +223,7 @@ class PackedModule(nn.Module):
         name = f"{prefix}{_WEIGHT}"
         if holds_table(state_dict, name):
             arrays = {
-                key: value.detach().cpu().numpy()
+                key: _as_array(key, value)
                 for key, value in state_dict.items()
                 if key.startswith(f"{name}.")
             }
@@ -270,6 +272,14 @@ class PackedModule(nn.Module):
     def extra_repr(self) -> str:
         """What `print` shows."""
         return f"{super().extra_repr()}, {self.table!r}"
+
+
+def _as_array(key: str, value: Any) -> NDArray[Any]:
+    try:
+        array: NDArray[Any] = value.detach().cpu().numpy()
+    except (AttributeError, TypeError) as error:  # BF16, or no tensor
+        raise CorruptionError(f"packed table: {key} is no tensor of integers: {error}") from error
+    return array
 
 
 class _Rows:

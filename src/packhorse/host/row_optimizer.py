@@ -45,8 +45,8 @@ class RowOptimizer(Optimizer):
         options: its options, such as `lr`.
 
     Raises:
-        ValueError: there is no embedding that is trained, or the optimizer changes rows that have
-            no gradient.
+        ValueError: there is no embedding that is trained, two of them share their rows, or the
+            optimizer changes rows that have no gradient.
 
     Example:
         >>> import torch
@@ -145,6 +145,11 @@ def _trained(modules: nn.Module | Iterable[nn.Module]) -> list[PackedModule]:
         raise ValueError(
             "there is no packed embedding that is trained: make them with freeze=False, or call"
             " requires_grad_() on them"
+        )
+    if len({id(module.table) for module in found.values()}) < len(found):
+        raise ValueError(
+            "two of the embeddings share their rows, and would change them one after the other;"
+            " call one module at both places of the model instead"
         )
     return list(found.values())
 

@@ -1,7 +1,8 @@
 """Packed tables as arrays by name, for state dicts, pickles and copies, and back to tables.
 
 The names are those of docs/format.md, section 14. Rows that were changed and that the format cannot
-hold are two arrays more. What comes from elsewhere is checked, as a file would be.
+hold are three arrays more: their numbers, the rows, and a checksum of each. What comes from
+elsewhere is checked, as a file would be.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from packhorse.codecs.content import crc32c
 from packhorse.codecs.table_plan import GRANULES, TableWay
 from packhorse.codecs.tables import (
     TableArrays,
@@ -24,6 +26,7 @@ from packhorse.codecs.tables import (
 )
 from packhorse.errors import CorruptionError
 from packhorse.gpu.host_memory import host_memory
+from packhorse.host.changed_rows import ChangedRows
 from packhorse.host.table import PackedTable
 from packhorse.layout import DTYPE_BY_NAME
 from packhorse.table_layout import TableFormat
@@ -35,8 +38,8 @@ __all__ = ["drop_table", "holds_table", "join_table", "split_table"]
 
 _HEADER, _ROWS, _CRCS = "table", "rows", "crcs"
 _EXCEPTIONS = ("marks", "exception_starts", "exception_columns", "exception_elements")
-_CHANGED_IDS, _CHANGED_ROWS = "changed_ids", "changed_rows"
-_NAMES = (_HEADER, _ROWS, *_EXCEPTIONS, _CRCS, _CHANGED_IDS, _CHANGED_ROWS)
+_CHANGED = ("changed_ids", "changed_rows", "changed_crcs")
+_NAMES = (_HEADER, _ROWS, *_EXCEPTIONS, _CRCS, *_CHANGED)
 _Arrays = dict[str, NDArray[Any]]
 
 
@@ -59,8 +62,7 @@ def split_table(table: PackedTable, name: str) -> _Arrays:
         _ROWS: arrays.rows,
         **{each: getattr(arrays, each) for each in _EXCEPTIONS},
         _CRCS: checksums(arrays, format),
-        _CHANGED_IDS: changed.numbers,
-        _CHANGED_ROWS: changed.rows,
+        **dict(zip(_CHANGED, (changed.numbers, changed.rows, _crcs_of(changed)), strict=True)),
     }
     return {f"{name}.{part}": array for part, array in parts.items()}
 
@@ -103,10 +105,24 @@ def join_table(
     others: tuple[Any, ...] = tuple(array.copy() for array in arrays[1:])
     copied = TableArrays(rows, *others)
     table = PackedTable(header.dtype, _way_of(header.format, copied), copied, memory)
-    ids, changed = parts[_CHANGED_IDS], parts[_CHANGED_ROWS]
-    _check_changed(header, ids, changed, name)
-    table.changed_rows.keep(ids, changed)
+    _keep_changed(table, parts, name)
     return table
+
+
+def _crcs_of(changed: ChangedRows) -> NDArray[np.uint32]:
+    return np.array([crc32c(changed.numbers), crc32c(changed.rows)], np.uint32)
+
+
+def _keep_changed(table: PackedTable, parts: _Arrays, name: str) -> None:
+    ids, rows, crcs = (parts[part] for part in _CHANGED)
+    expected = (ids.size, table.way.format.row_nbytes)
+    if ids.dtype != np.int64 or ids.ndim != 1 or rows.dtype != np.uint8 or rows.shape != expected:
+        raise CorruptionError(f"packed table: {name}.changed_rows are not those of changed_ids")
+    if ids.size and (ids[0] < 0 or ids[-1] >= len(table) or (np.diff(ids) <= 0).any()):
+        raise CorruptionError(f"packed table: {name}.changed_ids do not ascend within the table")
+    table.changed_rows.keep(ids, rows)
+    if not np.array_equal(crcs, _crcs_of(table.changed_rows)):
+        raise CorruptionError(f"packed table: {name}.changed_rows do not match their checksum")
 
 
 def _part(state: Mapping[str, Any], name: str, part: str) -> NDArray[Any]:
@@ -118,14 +134,6 @@ def _part(state: Mapping[str, Any], name: str, part: str) -> NDArray[Any]:
         # Ranks are made of marks before `check_arrays` looks at these.
         raise CorruptionError(f"packed table: {name}.marks is no vector of u32")
     return array
-
-
-def _check_changed(header: TableHeader, ids: NDArray[Any], rows: NDArray[Any], name: str) -> None:
-    expected = (ids.size, header.format.row_nbytes)
-    if ids.dtype != np.int64 or ids.ndim != 1 or rows.dtype != np.uint8 or rows.shape != expected:
-        raise CorruptionError(f"packed table: {name}.changed_rows are not those of changed_ids")
-    if ids.size and (ids[0] < 0 or ids[-1] >= header.n_rows or (np.diff(ids) <= 0).any()):
-        raise CorruptionError(f"packed table: {name}.changed_ids do not ascend within the table")
 
 
 def _way_of(format: TableFormat, arrays: TableArrays) -> TableWay:
