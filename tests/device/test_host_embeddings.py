@@ -146,12 +146,18 @@ def test_an_embedding_that_is_the_output_layer_stays_with_it() -> None:
 def test_embeddings_of_any_dtype_that_share_rows_share_a_table() -> None:
     first, second = nn.Embedding(600, 64), nn.Embedding(600, 64)
     second.weight = first.weight
-    small = nn.Embedding(10, 64)
-    model = nn.ModuleDict({"a": first, "b": second, "small": small})
+    bag = nn.EmbeddingBag(600, 64, dtype=torch.float16)
+    others = {"small": nn.Embedding(10, 64), "odd": nn.Embedding(600, 64, scale_grad_by_freq=True)}
+    model = nn.ModuleDict({"a": first, "b": second, "bag": bag, **others})
     plain = copy.deepcopy(model)
     report = pack_model_(model, embeddings="host")
-    assert [(each.name, each.element_nbytes) for each in report.packed] == [("a = b", 4)]
-    assert report.left[0].reason == "takes 2560 bytes; less than 64 KiB stays where it is"
+    found = [(each.name, each.element_nbytes) for each in report.packed]
+    assert found == [("a = b", 4), ("bag", 2)]
+    assert [each.reason for each in report.left] == [
+        "takes 2560 bytes; less than 64 KiB stays where it is",
+        "scale_grad_by_freq is not for rows in memory of the host",
+    ]
+    assert torch.equal(model["bag"](PROMPT), plain["bag"](PROMPT))
     assert model["a"].table is model["b"].table
     assert torch.equal(model["b"](PROMPT), plain["b"](PROMPT))
     unpack_model_(model)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from packhorse.host import PackedEmbeddingBag, RowOptimizer
+from packhorse.host import PackedEmbeddingBag, RowOptimizer, pack_embedding_
 
 pytest.importorskip("fbgemm_gpu", reason="installed by the Makefile, without dependencies")
 
@@ -43,6 +43,13 @@ def test_bags_are_those_of_a_collection() -> None:
         )
         feature = features[name]
         assert torch.equal(packed(feature.values(), feature.offsets()), pooled[name])
+        pack_embedding_(plain)
+    again = collection(features).to_dict()
+    assert all(torch.equal(again[name], pooled[name]) for name in sizes)
+    optimizer = RowOptimizer(collection, torch.optim.SGD, lr=0.1)
+    sum(each.sum() for each in again.values()).backward()
+    optimizer.step()
+    assert not torch.equal(collection(features).values(), torch.cat([*pooled.values()], 1))
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")

@@ -118,9 +118,9 @@ def pack_model_(
         embeddings: whether to pack embeddings; None for only the input embedding, which
             `get_input_embeddings` of a transformers model gives. An embedding that shares its
             weight with a packed output layer is packed with it. "host" puts the rows of all
-            embeddings that take 64 KiB or more, of any dtype, into memory of the host as packed
-            tables, from where they are looked up (docs/host.md); an embedding that shares its
-            weight with an output layer stays with it.
+            embeddings and bags that take 64 KiB or more, of any dtype, into memory of the host as
+            packed tables, from where they are looked up (docs/host.md); an embedding that shares
+            its weight with an output layer stays with it.
         lm_head: whether to pack the output layer: the one that `get_output_embeddings` gives, or
             that is called `lm_head`.
         for_tokens: give this to aim for speed: the usual number of tokens that are multiplied at
@@ -347,6 +347,9 @@ class WeightChoice:
         for name, module in model.named_modules(remove_duplicate=False):
             self._names.setdefault(id(module), []).append(name)
         self._embeddings = embeddings
+        # Bags cannot look up rows of weights that are packed for products.
+        bags = (nn.EmbeddingBag,) if embeddings == IN_HOST else ()
+        self._looks_up = (nn.Embedding, *bags)
         self._lm_head = lm_head
         self._outputs = _output_layers(model)
         self._inputs = _called(model, "get_input_embeddings")
@@ -385,7 +388,7 @@ class WeightChoice:
     def is_for_host(self, group: _Group) -> bool:
         """Whether the rows of a weight, if it is packed, go to memory of the host."""
         modules = group.modules.values()
-        return self._embeddings == IN_HOST and all(isinstance(m, nn.Embedding) for m in modules)
+        return self._embeddings == IN_HOST and all(isinstance(m, self._looks_up) for m in modules)
 
     def _why_excluded(self, group: _Group) -> str | None:
         for module in group.modules.values():
@@ -399,9 +402,11 @@ class WeightChoice:
     def _why_module_left(self, module: nn.Module) -> str | None:
         if isinstance(module.weight, PackedWeight):
             return "is packed already"
-        if isinstance(module, nn.Embedding):
+        if isinstance(module, self._looks_up):
             if module.max_norm is not None:
                 return "max_norm changes it"
+            if self._embeddings == IN_HOST and module.scale_grad_by_freq:
+                return "scale_grad_by_freq is not for rows in memory of the host"
         elif type(module) is not nn.Linear:
             is_linear = isinstance(module, nn.Linear)
             what = "a subclass of" if is_linear else "not a"
