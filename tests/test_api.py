@@ -186,7 +186,7 @@ def test_the_hop_to_disk_loads_torch_at_first_use_only() -> None:
 
 
 def test_the_hop_to_the_compute_units_loads_torch_at_first_use_only() -> None:
-    assert "torch" not in run_python(f"import packhorse.device; {LIST_MODULES}")
+    assert "torch" not in run_python(f"import packhorse.device, packhorse.host; {LIST_MODULES}")
     words = run_python(f"from packhorse.device import pack_model_; {LIST_MODULES}")
     assert "torch" in words
     assert "triton" not in words or "triton" in run_python(f"import torch; {LIST_MODULES}")
@@ -210,9 +210,11 @@ def test_without_torch_the_error_names_the_extra() -> None:
         "except packhorse.MissingBackendError as error: print(error)\n"
         "try: from packhorse.device import pack_model_\n"
         "except packhorse.MissingBackendError as error: print(error)\n"
+        "try: from packhorse.host import PackedEmbedding\n"
+        "except packhorse.MissingBackendError as error: print(error)\n"
     )
     words = " ".join(run_python(code))
-    assert words.count("pip install 'packhorse[torch]'") == 4
+    assert words.count("pip install 'packhorse[torch]'") == 5
 
 
 # Errors and the README.

@@ -165,6 +165,34 @@ def test_a_packed_model_is_served(
     assert "\nA packhorse carries" in capsys.readouterr().out
 
 
+def test_a_packed_table_trains_as_a_plain_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = EXAMPLES / "embedding_table.py"
+    assert len(example.read_text().splitlines()) < 60
+    monkeypatch.setattr(sys, "argv", [str(example), "--rows", "5000"])
+    runpy.run_path(str(example), run_name="__main__")
+    shown = capsys.readouterr().out
+    first, last = map(float, re.findall(r"loss (\S+) -> ([\d.]+)", shown)[0])
+    assert last < first
+    assert "the losses are the same: True" in shown
+    assert "1.14 times smaller" in shown
+    assert re.search(r"hot rows has \d\d%", shown)
+
+
+def test_tables_of_ngrams_lie_in_the_host(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = EXAMPLES / "ngram_embeddings.py"
+    assert len(example.read_text().splitlines()) < 60
+    monkeypatch.setattr(sys, "argv", [str(example), "--rows", "2000"])
+    runpy.run_path(str(example), run_name="__main__")
+    shown = capsys.readouterr().out
+    assert "5 packed, 0 left" in shown
+    assert "in memory of the host" in shown
+    assert "the tokens are the same: True" in shown
+
+
 def test_an_engine_follows_a_trainer(tmp_path: Path) -> None:
     example = EXAMPLES / "weight_updates.py"
     assert len(example.read_text().splitlines()) < 60

@@ -1,8 +1,9 @@
 """Measure tables in host memory: `python benchmarks/run.py host`.
 
 For each table: what packing takes and what a fetch of a row touches, beside Invariant Bit Packing;
-how fast rows are gathered on the CPU, beside PyTorch and NumPy; how fast they are packed. It takes
-some minutes, and needs `make data`.
+how fast rows are gathered on the CPU, beside PyTorch and NumPy; how fast they are packed. Then
+embedding bags beside those of PyTorch and fbgemm (embeddings.py). It takes some minutes, and needs
+`make data`.
 
 With `--write` the figures are kept in `benchmarks/results/host.json` and make
 `docs/benchmarks_host.md`; `--render` only makes the document again.
@@ -17,7 +18,7 @@ from typing import Any
 from benchmarks.codecs import peers
 from benchmarks.common import figures
 from benchmarks.common.process import code_path
-from benchmarks.host import gathers, packing, ratios, report, tables
+from benchmarks.host import embeddings, gathers, packing, ratios, report, tables
 
 __all__ = ["MODE", "main"]
 
@@ -25,7 +26,7 @@ MODE = "host"
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "host.json"
 DOCUMENT = ROOT / "docs" / "benchmarks_host.md"
-PARTS = ("ratios", "gathers", "packing")
+PARTS = ("ratios", "gathers", "packing", "embeddings")
 THREADS = (1, 2)
 PACKAGES = ("packhorse", "numpy", "torch")
 
@@ -80,6 +81,8 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         if "packing" in args.part:
             result["packing"].append(packing.measure(table))
         print(f"measured: {table.name}", flush=True)
+    if "embeddings" in args.part:
+        result["embeddings"] = embeddings.measure()
     figures.end(result)
     for part in args.part:
         print(f"\n{report.part(result, part)}\n")

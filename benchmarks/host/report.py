@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.common import figures
+from benchmarks.host import embeddings
 from packhorse.gpu.models import PRESETS
 from packhorse.host.device_cost import default_programs, predict_gather
 from packhorse.kernels.tables import kernel_of
@@ -59,11 +60,12 @@ hand.
 
 
 def part(result: Result, name: str) -> str:
-    """The section of one part of a run: "ratios", "gathers" or "packing"."""
+    """The section of one part of a run: "ratios", "gathers", "packing" or "embeddings"."""
     title, text = {
         "ratios": ("What a fetch of a row touches", _ratios),
         "gathers": ("Gathers on the CPU", _gathers),
         "packing": ("Packing", _packing),
+        "embeddings": ("Embedding bags on the CPU", embeddings.lines),
     }[name]
     found = result.get(name)
     return f"## {title}\n\n{text(found) if found else 'Not in this run.'}"
@@ -78,6 +80,8 @@ def document(result: Result) -> str:
         *(f"{part(result, name)}\n" for name in ("ratios", "gathers", "packing")),
         f"## Gathers on a GPU\n\n{_on_gpus()}\n",
     ]
+    if "embeddings" in result:
+        parts.append(f"{part(result, 'embeddings')}\n")
     return "\n".join(parts)
 
 

@@ -26,6 +26,8 @@ from packhorse.framework import Framework as _Framework
 from packhorse.framework import register_decoder as _register_decoder
 from packhorse.framework import register_framework as _register
 from packhorse.framework import resolve_framework as _resolve
+from packhorse.gpu.host_embeddings import EmbeddingHost as _EmbeddingHost
+from packhorse.gpu.host_embeddings import register_embedding_host as _register_embedding_host
 from packhorse.late_import import import_late
 from packhorse.layout import Level
 
@@ -68,9 +70,15 @@ def _decoder() -> _FrameDecoder:
     return decode
 
 
+def _embedding_host() -> _EmbeddingHost:
+    host: _EmbeddingHost = import_late("packhorse.host.embedding_host").EMBEDDING_HOST
+    return host
+
+
 _register("np", "numpy", load=_numpy)
 _register("pt", "torch", "pytorch", load=_torch)
 _register_decoder(_decoder)
+_register_embedding_host(_embedding_host)
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,7 @@ from packhorse.reference.ibp import encode_row, fit_best
 @pytest.fixture(scope="module")
 def host() -> Iterator[dict[str, ModuleType]]:
     """The modules of benchmarks/host."""
-    names = ("gathers", "ibp", "measure", "packing", "ratios", "report", "tables")
+    names = ("embeddings", "gathers", "ibp", "measure", "packing", "ratios", "report", "tables")
     with import_afresh("data.wordnet", *(f"host.{name}" for name in names)) as modules:
         yield {name.rpartition(".")[2]: module for name, module in modules.items()}
 
@@ -85,6 +85,22 @@ def test_the_document_shows_targets_and_losses(
     assert "| packing: slowest, GB/s a core | 0.50 | >= 1.5 | MISSED |" in host["report"].targets(
         slow
     )
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+def test_embedding_bags_are_measured_beside_their_rivals(host: dict[str, ModuleType]) -> None:
+    embeddings = host["embeddings"]
+    embeddings.N_ROWS, embeddings.N_BAGS, embeddings.BAG = 3000, 32, 5
+    embeddings.COLUMNS, embeddings.ROUNDS = (128,), 2
+    found = embeddings.measure()
+    assert [(row["dtype"], row["zipf"]) for row in found] == [
+        *(("float32", None), ("float32", 1.05), ("bfloat16", None), ("bfloat16", 1.05))
+    ]
+    for row in found:
+        assert row["nbytes"]["packhorse"] < 0.95 * row["nbytes"]["plain"]
+        assert row["lookup_ms"].keys() == row["training_ms"].keys() > {"packhorse"}
+    text = host["report"].part({"embeddings": found}, "embeddings")
+    assert "| 128 bfloat16 | Zipf 1.05 |" in text
 
 
 def test_wordnet_is_a_graph_with_bags_of_words(host: dict[str, ModuleType]) -> None:

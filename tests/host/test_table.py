@@ -92,7 +92,7 @@ def test_few_rows_have_exceptions_where_rows_will_change() -> None:
     rows = bf16_rows(5000)
     fixed, changing = pack_table(rows), pack_table(rows, will_change=True)
     assert fixed.way.marked_share > 0.4
-    assert changing.way.marked_share < 0.25
+    assert changing.way.marked_share < 0.1
     assert changing.way.pulled[32] > fixed.way.pulled[32]
     ids = torch.arange(1000)
     for table in (fixed, changing):

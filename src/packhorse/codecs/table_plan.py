@@ -42,7 +42,7 @@ GRANULES = (32, 128)
 SAMPLE_NBYTES = 8 << 20  # of plain rows, enough for a choice
 MAX_FAST_SHARE = 0.02  # of the packed rows, that exceptions may take in fast memory
 MAX_FAST_SHARE_OF_PLAIN = 0.005
-MAX_MARKED_SHARE = 0.25  # of rows that may have exceptions, where rows will change
+MAX_MARKED_SHARE = 0.1  # of rows that may have exceptions, where rows will change
 _FLOAT_FIELDS = {  # bits of exponent and mantissa
     "BF16": (8, 7),
     "F16": (5, 10),

@@ -23,23 +23,31 @@ from packhorse.device.formats import (
     resolve_format_or_auto,
 )
 from packhorse.device.linear import PackedLinear, change_class, hold_packed, hold_plain
-from packhorse.device.model_config import forget_method, name_method
+from packhorse.device.model_config import forget_method, is_saved_with_config, name_method
 from packhorse.device.offload import offloaded_weight
 from packhorse.device.packed_weight import PackedWeight
 from packhorse.device.report import LeftWeight, PackReport, WeightReport
+from packhorse.gpu.host_embeddings import HostedRows, embedding_host
 from packhorse.layout import MAX_WEIGHT_COLUMNS, WeightFormat
 from packhorse.torch_dtypes import short_name
 
 __all__ = [
+    "IN_HOST",
+    "Embeddings",
     "Progress",
     "Skip",
     "WeightChoice",
+    "check_embeddings",
     "hold_packed_weights",
+    "host_embeddings_",
     "pack_model_",
     "report_model",
     "unpack_model_",
 ]
 
+IN_HOST = "host"
+_MIN_HOST_NBYTES = 1 << 16  # less is not worth a way to the host and back
+Embeddings = bool | str | None
 Skip = str | Iterable[str] | Callable[[str, nn.Module], bool]
 Progress = Callable[[int], object]
 
@@ -86,7 +94,7 @@ def pack_model_(
     format: WeightFormat | str = "auto",
     *,
     skip: Skip = (),
-    embeddings: bool | None = None,
+    embeddings: Embeddings = None,
     lm_head: bool = True,
     for_tokens: int | None = None,
     dry_run: bool = False,
@@ -109,14 +117,18 @@ def pack_model_(
             it.
         embeddings: whether to pack embeddings; None for only the input embedding, which
             `get_input_embeddings` of a transformers model gives. An embedding that shares its
-            weight with a packed output layer is packed with it.
+            weight with a packed output layer is packed with it. "host" puts the rows of all
+            embeddings and bags that take 64 KiB or more, of any dtype, into memory of the host as
+            packed tables, from where they are looked up (docs/host.md); an embedding that shares
+            its weight with an output layer stays with it.
         lm_head: whether to pack the output layer: the one that `get_output_embeddings` gives, or
             that is called `lm_head`.
         for_tokens: give this to aim for speed: the usual number of tokens that are multiplied at
             once, which is the batch size when text is generated, not the length of a prompt. Each
             layer gets the fastest format for this number on its GPU, as `packhorse tune` has
             measured or else as predicted, and stays plain if it would be slower when packed.
-        dry_run: only count what packing would give, and leave the model as it is.
+        dry_run: only count what packing would give, and leave the model as it is. What rows would
+            take in memory of the host is estimated from a sample.
         progress: called with the bytes of plain weights done since the last call.
 
     Returns:
@@ -125,8 +137,9 @@ def pack_model_(
 
     Raises:
         TypeError: the model is not a module, or `skip` is neither names nor a function.
-        ValueError: the format does not exist, `skip` names a module that the model lacks, or
-            `for_tokens` is not positive or is given for a model that is not on a GPU.
+        ValueError: the format does not exist, `embeddings` is another word than "host", `skip`
+            names a module that the model lacks, or `for_tokens` is not positive or is given for a
+            model that is not on a GPU.
         MissingBackendError: `for_tokens` is given, and Triton is not installed.
 
     Example:
@@ -142,6 +155,7 @@ def pack_model_(
     """
     wanted = resolve_format_or_auto(format)
     check_tokens(for_tokens)
+    check_embeddings(embeddings)
     _require_module(model)
     choice = WeightChoice(model, skip=skip, embeddings=embeddings, lm_head=lm_head)
     groups = _groups(model)
@@ -158,6 +172,8 @@ def pack_model_(
         n_tokens = for_tokens if group.is_multiplied else None
         if reason is not None:
             outcome: WeightReport | LeftWeight = _report_left(group.name, group.weight, reason)
+        elif choice.is_for_host(group):
+            outcome = _host_group(group, model, dry_run)
         else:
             outcome = (_plan_group if dry_run else _pack_group)(group, wanted, n_tokens)
         if isinstance(outcome, WeightReport):
@@ -167,8 +183,18 @@ def pack_model_(
         if progress is not None:
             progress(nbytes)
     if not dry_run:
-        name_method(model)
+        name_method(model, embeddings)
     return PackReport(tuple(packed), (*left, *others), total)
+
+
+def check_embeddings(embeddings: object) -> None:
+    """Refuses a choice of embeddings that there is not.
+
+    Raises:
+        ValueError: it is not True, False, None or "host".
+    """
+    if embeddings is not None and not isinstance(embeddings, bool) and embeddings != IN_HOST:
+        raise ValueError(f'embeddings is {embeddings!r}; it must be True, False, None or "host"')
 
 
 def _require_module(model: object) -> None:
@@ -193,6 +219,27 @@ def _plan_group(
     if isinstance(planned, StaysPlain):
         return _report_left(group.name, group.weight, planned.reason)
     return _report_packed(group.name, group.weight.shape, planned.format, planned.nbytes)
+
+
+def _host_group(group: _Group, model: nn.Module, dry_run: bool) -> WeightReport:
+    host = embedding_host()
+    if dry_run:
+        rows = host.plan(group.weight)
+    else:
+        rows = host.pack_([*group.modules.values()], plain_state=is_saved_with_config(model))
+    return _report_hosted(group.name, rows)
+
+
+def host_embeddings_(model: nn.Module, choice: "WeightChoice") -> None:
+    """Puts embeddings of a model that was loaded into memory of the host, if the caller wants that.
+
+    Args:
+        model: with packed weights or without.
+        choice: which weights were to be packed.
+    """
+    for group in _groups(model):
+        if choice.is_for_host(group) and choice.why_left(group) is None:
+            _host_group(group, model, False)
 
 
 def hold_packed_weights(model: nn.Module) -> None:
@@ -225,8 +272,11 @@ def report_model(
         known = [noted[name] for name in group.parameter_names if name in noted]
         reason = choice.why_left(group) or (known[0] if known else otherwise)
         left.append(_report_left(group.name, weight, reason))
+    hosted = [_report_hosted(*each) for each in embedding_host().hosted(model).items()]
     # A packed weight's `nbytes` is that of the plain matrix.
     total = sum(tensor.nbytes for tensor in _tensors_of(model))
+    total += sum(each.plain_nbytes for each in hosted)
+    packed += hosted
     return PackReport(tuple(packed), (*left, *_report_others(model, seen)), total)
 
 
@@ -244,6 +294,13 @@ def _report_others(model: nn.Module, seen: Container[int]) -> list[LeftWeight]:
 
 def _report_packed(name: str, shape: torch.Size, format: WeightFormat, nbytes: int) -> WeightReport:
     return WeightReport(name, (shape[0], shape[1]), format.name, nbytes)
+
+
+def _report_hosted(name: str, rows: HostedRows) -> WeightReport:
+    return WeightReport(
+        *(name, rows.shape, f"host, {rows.words}", rows.nbytes, rows.element_nbytes),
+        is_in_host=True,
+    )
 
 
 def _report_left(name: str, weight: Tensor, reason: str) -> LeftWeight:
@@ -282,7 +339,7 @@ class WeightChoice:
     """
 
     def __init__(
-        self, model: nn.Module, *, skip: Skip, embeddings: bool | None, lm_head: bool
+        self, model: nn.Module, *, skip: Skip, embeddings: Embeddings, lm_head: bool
     ) -> None:
         self._model = model
         self._skips = skip if callable(skip) else _matcher(model, skip)
@@ -290,6 +347,9 @@ class WeightChoice:
         for name, module in model.named_modules(remove_duplicate=False):
             self._names.setdefault(id(module), []).append(name)
         self._embeddings = embeddings
+        # Bags cannot look up rows of weights that are packed for products.
+        bags = (nn.EmbeddingBag,) if embeddings == IN_HOST else ()
+        self._looks_up = (nn.Embedding, *bags)
         self._lm_head = lm_head
         self._outputs = _output_layers(model)
         self._inputs = _called(model, "get_input_embeddings")
@@ -311,12 +371,24 @@ class WeightChoice:
         for group in _groups(self._model):
             for own in group.parameter_names:
                 groups.setdefault(tied.get(own, own), _Group()).modules |= group.modules
-        wanted = [group for group in groups.values() if self._why_excluded(group) is None]
+        wanted = [
+            group
+            for group in groups.values()
+            if self._why_excluded(group) is None and not self.is_for_host(group)
+        ]
         return {n: group.is_multiplied for group in wanted for n in group.parameter_names}
 
     def why_left(self, group: _Group) -> str | None:
         """Why a weight stays as it is; None if it is to be packed."""
-        return self._why_excluded(group) or self._why_weight_left(group.weight)
+        reason = self._why_excluded(group)
+        if reason is None and self.is_for_host(group):
+            return self._why_not_hosted(group.weight)
+        return reason or self._why_weight_left(group.weight)
+
+    def is_for_host(self, group: _Group) -> bool:
+        """Whether the rows of a weight, if it is packed, go to memory of the host."""
+        modules = group.modules.values()
+        return self._embeddings == IN_HOST and all(isinstance(m, self._looks_up) for m in modules)
 
     def _why_excluded(self, group: _Group) -> str | None:
         for module in group.modules.values():
@@ -330,9 +402,11 @@ class WeightChoice:
     def _why_module_left(self, module: nn.Module) -> str | None:
         if isinstance(module.weight, PackedWeight):
             return "is packed already"
-        if isinstance(module, nn.Embedding):
+        if isinstance(module, self._looks_up):
             if module.max_norm is not None:
                 return "max_norm changes it"
+            if self._embeddings == IN_HOST and module.scale_grad_by_freq:
+                return "scale_grad_by_freq is not for rows in memory of the host"
         elif type(module) is not nn.Linear:
             is_linear = isinstance(module, nn.Linear)
             what = "a subclass of" if is_linear else "not a"
@@ -346,11 +420,26 @@ class WeightChoice:
         if any(self._lm_head or id(module) not in self._outputs for module in linears):
             return None
         if linears:
-            return None if self._embeddings and len(linears) < len(modules) else "lm_head=False"
+            if self._embeddings is True and len(linears) < len(modules):
+                return None
+            shares = self._embeddings == IN_HOST and len(linears) < len(modules)
+            return "lm_head=False" + ("; the embedding shares its weight" if shares else "")
         if self._embeddings is None:
             is_input = any(id(module) in self._inputs for module in modules)
             return None if is_input else "embeddings=None packs the input embedding only"
         return None if self._embeddings else "embeddings=False"
+
+    def _why_not_hosted(self, weight: Tensor) -> str | None:
+        if type(weight) is not Parameter or weight.layout != torch.strided or weight.is_meta:
+            return self._why_weight_left(weight) or "is not a plain tensor"
+        if weight.nbytes < _MIN_HOST_NBYTES:
+            return f"takes {weight.nbytes} bytes; less than 64 KiB stays where it is"
+        if not 1 <= weight.shape[1] <= MAX_WEIGHT_COLUMNS:
+            return f"{weight.shape[1]} columns; at most {MAX_WEIGHT_COLUMNS} can be packed"
+        return "is trained, and others are frozen" if self._is_trained_apart(weight) else None
+
+    def _is_trained_apart(self, weight: Tensor) -> bool:
+        return self._partly_frozen and weight.requires_grad
 
     def _why_weight_left(self, weight: Tensor) -> str | None:
         if weight.dtype != torch.bfloat16:
@@ -361,9 +450,7 @@ class WeightChoice:
             return "has no data: it is on the meta device"
         if not 1 <= weight.shape[1] <= MAX_WEIGHT_COLUMNS:
             return f"{weight.shape[1]} columns; at most {MAX_WEIGHT_COLUMNS} can be packed"
-        if self._partly_frozen and weight.requires_grad:
-            return "is trained, and others are frozen"
-        return None
+        return "is trained, and others are frozen" if self._is_trained_apart(weight) else None
 
 
 def _matcher(model: nn.Module, skip: str | Iterable[str]) -> Callable[[str, nn.Module], bool]:
@@ -412,6 +499,7 @@ def _count_holders(model: nn.Module) -> dict[int, int]:
 
 def unpack_model_(model: nn.Module) -> None:
     """Unpacks the weights of a model in place, bit for bit, one after the other; they stay frozen.
+    Embeddings in memory of the host come back to where their rows came out.
     The config of a transformers model no longer names the method "packhorse".
 
     Args:
@@ -447,6 +535,7 @@ def unpack_model_(model: nn.Module) -> None:
             if type(module) is PackedLinear:
                 change_class(module, nn.Linear)
             hold_plain(module, plain)
+    embedding_host().unpack_(model)
     forget_method(model)
 
 

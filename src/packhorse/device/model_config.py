@@ -19,7 +19,13 @@ from packhorse.device.packed_weight import PackedWeight
 from packhorse.device.packing import array_names
 from packhorse.layout import WEIGHT_VERSION
 
-__all__ = ["METHOD", "forget_method", "keep_names_in_files", "name_method"]
+__all__ = [
+    "METHOD",
+    "forget_method",
+    "is_saved_with_config",
+    "keep_names_in_files",
+    "name_method",
+]
 
 METHOD = "packhorse"
 _METHOD_KEY = "quantization_config"
@@ -27,20 +33,24 @@ _CONVERSIONS = "_weight_conversions"
 _CONVERSIONS_OF_PLAIN = "_packhorse_conversions_of_plain"
 
 
-def name_method(model: nn.Module) -> None:
+def name_method(model: nn.Module, embeddings: bool | str | None = None) -> None:
     """Prepares a model with packed weights, or the models in it, for `save_pretrained`. A config
     that names a method already is left as it is.
 
     Args:
         model: any module.
+        embeddings: which embeddings `pack_model_` was to pack.
     """
-    if not _is_saved_with_config(model):
+    if not is_saved_with_config(model):
         for child in model.children():
-            name_method(child)
+            name_method(child, embeddings)
     elif any(_packed_names(model)):
         config: Any = model.config
         if getattr(config, _METHOD_KEY, None) is None:
-            setattr(config, _METHOD_KEY, {"quant_method": METHOD, "version": WEIGHT_VERSION})
+            method: dict[str, Any] = {"quant_method": METHOD, "version": WEIGHT_VERSION}
+            if isinstance(embeddings, str):  # state dicts have such rows as plain matrices
+                method["embeddings"] = embeddings
+            setattr(config, _METHOD_KEY, method)
         keep_names_in_files(model)
 
 
@@ -51,7 +61,7 @@ def forget_method(model: nn.Module) -> None:
         model: any module.
     """
     for module in model.modules():
-        if not _is_saved_with_config(module) or any(_packed_names(module)):
+        if not is_saved_with_config(module) or any(_packed_names(module)):
             continue
         config: Any = module.config
         named = getattr(config, _METHOD_KEY, None)
@@ -77,7 +87,8 @@ def keep_names_in_files(model: nn.Module) -> None:
     setattr(model, _CONVERSIONS, [c for c in conversions or () if not _would_convert(c, names)])
 
 
-def _is_saved_with_config(module: nn.Module) -> bool:
+def is_saved_with_config(module: nn.Module) -> bool:
+    """Whether a module is a model that `save_pretrained` writes with its config."""
     config = getattr(module, "config", None)
     return hasattr(module, "save_pretrained") and hasattr(config, "to_dict")
 

@@ -14,23 +14,27 @@ class WeightReport:
     Attributes:
         name: names of the modules that have it, joined by " = ".
         shape: rows and columns.
-        format: name of its format.
+        format: name of its format; for rows in memory of the host "host", and in what way.
         nbytes: bytes of the packed weight.
+        element_nbytes: bytes of a plain element.
+        is_in_host: whether its rows lie in memory of the host as a packed table.
     """
 
     name: str
     shape: tuple[int, int]
     format: str
     nbytes: int
+    element_nbytes: int = 2
+    is_in_host: bool = False
 
     @property
     def plain_nbytes(self) -> int:
-        """Bytes of the BF16 matrix."""
-        return 2 * self.shape[0] * self.shape[1]
+        """Bytes of the plain matrix."""
+        return self.element_nbytes * self.shape[0] * self.shape[1]
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits that an element takes; 16 when plain."""
+        """Bits that an element takes."""
         return 8 * self.nbytes / (self.shape[0] * self.shape[1])
 
 
@@ -73,6 +77,11 @@ class PackReport:
         return self.plain_nbytes - sum(w.plain_nbytes - w.nbytes for w in self.packed)
 
     @property
+    def host_nbytes(self) -> int:
+        """Bytes of these that lie in memory of the host, as packed tables."""
+        return sum(weight.nbytes for weight in self.packed if weight.is_in_host)
+
+    @property
     def ratio(self) -> float:
         """Bytes before packing to bytes now; 1 for a model without bytes."""
         return self.plain_nbytes / self.nbytes if self.nbytes else 1.0
@@ -95,6 +104,8 @@ class PackReport:
     def _summary(self) -> str:
         n_packed, n_left = len(self.packed), len(self.left)
         sizes = f"{_mib(self.plain_nbytes)} MiB before, {_mib(self.nbytes)} MiB now"
+        if self.host_nbytes:
+            sizes += f" with {_mib(self.host_nbytes)} MiB in memory of the host"
         share = self.nbytes / self.plain_nbytes if self.plain_nbytes else 1.0
         return f"{n_packed} packed, {n_left} left; whole model: {sizes} ({share:.3f})"
 

@@ -1,20 +1,62 @@
 """The hop from the host to a GPU: tables whose rows stay packed in memory of the host, and that
-memory."""
+memory; embeddings of PyTorch with such rows, which import PyTorch at first use."""
+
+from typing import TYPE_CHECKING, Any
 
 from packhorse.codecs.table_plan import TableWay
+from packhorse.errors import MissingBackendError
 from packhorse.gpu.host_memory import HostMemory, MemoryKind, host_memory
 from packhorse.host.files import load_table, load_tables, save_tables
 from packhorse.host.table import PackedTable, pack_table, plan_table
+from packhorse.late_import import import_late
+
+if TYPE_CHECKING:
+    from packhorse.host.embedding import (
+        PackedEmbedding,
+        PackedEmbeddingBag,
+        pack_embedding_,
+        unpack_embedding_,
+    )
+    from packhorse.host.hot_rows import HotRows
+    from packhorse.host.row_optimizer import RowOptimizer
 
 __all__ = [
     "HostMemory",
+    "HotRows",
     "MemoryKind",
+    "PackedEmbedding",
+    "PackedEmbeddingBag",
     "PackedTable",
+    "RowOptimizer",
     "TableWay",
     "host_memory",
     "load_table",
     "load_tables",
+    "pack_embedding_",
     "pack_table",
     "plan_table",
     "save_tables",
+    "unpack_embedding_",
 ]
+
+_MODULES = {  # those that need PyTorch
+    "HotRows": "hot_rows",
+    "PackedEmbedding": "embedding",
+    "PackedEmbeddingBag": "embedding",
+    "RowOptimizer": "row_optimizer",
+    "pack_embedding_": "embedding",
+    "unpack_embedding_": "embedding",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(import_late(f"{__name__}.{_MODULES[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise MissingBackendError(
+            f"{name} needs PyTorch; install it with: pip install 'packhorse[torch]'"
+        ) from error

@@ -39,28 +39,33 @@ class ChangedRows:
         return self._numbers.nbytes + self._rows.nbytes
 
     def keep(self, numbers: _Numbers, rows: _Bytes) -> None:
-        """Keeps rows, instead of those that had these numbers."""
-        if not len(numbers):
+        """Keeps rows, instead of those that had these numbers; each number is there once."""
+        places, found = self._find(numbers)
+        self._rows[places[found]] = rows[found]
+        if found.all():
             return
-        self.drop(numbers)
-        joined = np.concatenate([self._numbers, numbers])
-        order = np.argsort(joined, kind="stable")
-        self._numbers = joined[order]
-        self._rows = np.concatenate([self._rows, rows])[order]
+        numbers, rows = numbers[~found], rows[~found]
+        order = np.argsort(numbers)
+        places = np.searchsorted(self._numbers, numbers[order])
+        self._numbers = np.insert(self._numbers, places, numbers[order])
+        self._rows = np.insert(self._rows, places, rows[order], axis=0)
+
+    def _find(self, numbers: _Numbers) -> tuple[_Numbers, NDArray[np.bool_]]:
+        """Where rows are, and whether they are there at all."""
+        if not len(self._numbers):
+            return np.zeros(len(numbers), np.int64), np.zeros(len(numbers), np.bool_)
+        places = np.searchsorted(self._numbers, numbers)
+        places[places == len(self._numbers)] = 0
+        return places, self._numbers[places] == numbers
 
     def drop(self, numbers: _Numbers) -> None:
         """Forgets rows; others are not there."""
-        if not len(self._numbers) or not len(numbers):
-            return
-        stays = ~np.isin(self._numbers, numbers)
-        if not stays.all():
-            self._numbers, self._rows = self._numbers[stays], self._rows[stays]
+        places, found = self._find(numbers)
+        if found.any():
+            self._numbers = np.delete(self._numbers, places[found])
+            self._rows = np.delete(self._rows, places[found], axis=0)
 
     def put_into(self, numbers: _Numbers, rows: _Bytes) -> None:
         """Overwrites the rows that are kept here, among rows that were gathered."""
-        if not len(self._numbers):
-            return
-        places = np.searchsorted(self._numbers, numbers)
-        places[places == len(self._numbers)] = 0
-        found = np.flatnonzero(self._numbers[places] == numbers)
+        places, found = self._find(numbers)
         rows[found] = self._rows[places[found]]

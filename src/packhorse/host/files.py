@@ -12,25 +12,16 @@ from numpy.typing import NDArray
 
 from packhorse.arguments import resolve_threads
 from packhorse.codecs.content import crc32c
-from packhorse.codecs.table_plan import way_of_packed
-from packhorse.codecs.tables import (
-    TableArrays,
-    TableHeader,
-    check_arrays,
-    checksums,
-    decode_header,
-    encode_header,
-    rank_marks,
-)
+from packhorse.codecs.tables import checksums, decode_header
 from packhorse.errors import CorruptionError, PackhorseError
 from packhorse.gpu.host_memory import host_memory
 from packhorse.host.table import PackedTable
+from packhorse.host.table_state import header_bytes, make_table, small_parts
 from packhorse.layout import DTYPE_BY_NAME
 from packhorse.storage.locations import open_place, writing
 from packhorse.storage.safetensors_header import FileHeader, TensorEntry, build_header
 from packhorse.storage.source import open_source
 from packhorse.storage.source_file import Source
-from packhorse.table_layout import TableFormat
 from packhorse.threads import in_order
 
 if TYPE_CHECKING:
@@ -41,17 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["load_table", "load_tables", "save_tables"]
 
 _Bytes = NDArray[np.uint8]
-_SAMPLE_ROWS = 1 << 12  # of a loaded table, to say what a fetch touches
-# The tensors of a table besides its header and its rows, with safetensors' names of their dtypes.
-# None is the unsigned integer of an element's size.
-_SMALL = {
-    "marks": "U32",
-    "exception_starts": "U32",
-    "exception_columns": "U16",
-    "exception_elements": None,
-    "crcs": "U32",
-}
-_PARTS = ("table", "rows", *_SMALL)
 
 
 def save_tables(
@@ -132,10 +112,6 @@ class _Stored:
             self.numbers, self.changed, self.arrays = table.settle()
         except ValueError as error:
             raise ValueError(f"table {name!r}: {error}") from error
-        starts, columns = self.arrays.exception_starts, self.arrays.exception_columns
-        self.header = TableHeader(
-            *(self.dtype, self.format, len(self.arrays.rows), len(starts) - 1, len(columns))
-        )
         crcs = [crc32c(block.reshape(-1)) for block in self.blocks()]
         without = self.arrays._replace(rows=self.arrays.rows[:0])
         self.crcs = np.append(checksums(without, self.format), np.array(crcs, np.uint32))
@@ -146,7 +122,7 @@ class _Stored:
             "table": ("U8", (len(self.part("table")),)),
             "rows": ("U8", self.arrays.rows.shape),
         }
-        for part, dtype in _small_of(self.format).items():
+        for part, dtype in small_parts(self.format).items():
             nbytes = len(self.part(part))
             found[part] = (dtype, (nbytes * 8 // DTYPE_BY_NAME[dtype].bits,))
         return found
@@ -154,7 +130,7 @@ class _Stored:
     def part(self, part: str) -> bytes:
         """The bytes of a tensor other than the rows."""
         if part == "table":
-            return encode_header(self.header, DTYPE_BY_NAME[self.dtype].code)
+            return header_bytes(self.dtype, self.format, self.arrays)
         array = self.crcs if part == "crcs" else getattr(self.arrays, part)
         return bytes(array.tobytes())
 
@@ -168,10 +144,6 @@ class _Stored:
                 block = block.copy()
                 block[self.numbers[first:stop] - start] = self.changed[first:stop]
             yield block
-
-
-def _small_of(format: TableFormat) -> dict[str, str]:
-    return {part: dtype or f"U{format.element_bits}" for part, dtype in _SMALL.items()}
 
 
 def load_tables(
@@ -301,9 +273,8 @@ class _Loader:
         format = header.format
         small = {
             part: self._array(self._entry(name, part, dtype))
-            for part, dtype in _small_of(format).items()
+            for part, dtype in small_parts(format).items()
         }
-        crcs = small.pop("crcs")
         rows = self._entry(name, "rows", "U8")
         if rows.shape != (header.n_rows, format.stride):
             raise CorruptionError(
@@ -315,21 +286,7 @@ class _Loader:
         )
         held = memory.numpy()[: rows.nbytes].reshape(rows.shape)
         self._copy(rows, held, format.block_rows, advance)
-        elements = small["exception_elements"].view(np.uint8)
-        arrays = TableArrays(
-            *(held, small["marks"], rank_marks(small["marks"])),
-            *(small["exception_starts"], small["exception_columns"], elements),
-        )
-        check_arrays(header, arrays, crcs)
-        spread = np.linspace(0, header.n_rows - 1, min(header.n_rows, _SAMPLE_ROWS)).astype(
-            np.int64
-        )
-        n_rows = max(header.n_rows, 1)
-        way = way_of_packed(
-            *(held[spread], format, header.dtype),
-            *(arrays.fast_nbytes / n_rows, header.n_marked / n_rows),
-        )
-        return PackedTable(header.dtype, way, arrays, memory)
+        return make_table(header, held, small, memory)
 
     def _copy(
         self, entry: TensorEntry, dst: _Bytes, step: int, advance: Callable[[int], object]

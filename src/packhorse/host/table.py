@@ -42,6 +42,7 @@ class PackedTable:
         dtype: safetensors' name of the dtype.
         way: how rows are packed, and what a fetch of a row touches.
         memory: where the packed rows lie.
+        n_updates: how often rows were replaced.
 
     Example:
         >>> import numpy as np
@@ -57,6 +58,7 @@ class PackedTable:
         self._changed = ChangedRows(way.format.row_nbytes)
         self._gathers: DeviceGathers | None = None
         self.shape = (len(arrays.rows), way.format.n_columns)
+        self.n_updates = 0
 
     @property
     def arrays(self) -> TableArrays:
@@ -77,6 +79,11 @@ class PackedTable:
     def n_unpacked_rows(self) -> int:
         """Rows that were changed and do not fit the table; they are kept plain."""
         return len(self._changed)
+
+    @property
+    def changed_rows(self) -> ChangedRows:
+        """These rows."""
+        return self._changed
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -242,13 +249,15 @@ class PackedTable:
                 f" {(*shape, self.shape[1])}"
             )
         require_rows(numbers, len(self))
-        if len(np.unique(numbers)) != len(numbers):
+        ascends = bool((numbers[1:] > numbers[:-1]).all())  # sparse gradients are in this order
+        if not ascends and len(np.unique(numbers)) != len(numbers):
             raise ValueError("an id is there twice; give each row once")
         plain = np.ascontiguousarray(source.read(0, source.n_rows))
         format = self.way.format
         packed = np.empty((len(numbers), format.stride), np.uint8)
         packer = TablePacker(format, packed)
         packer.add(plain)
+        self.n_updates += 1
         fits = ~packer.marked & ~self._is_marked(numbers)
         if self._gathers is not None:
             self._gathers.wait()

@@ -28,7 +28,9 @@ from packhorse.device.formats import (
 )
 from packhorse.device.model import (
     WeightChoice,
+    check_embeddings,
     hold_packed_weights,
+    host_embeddings_,
     report_model,
     unpack_model_,
 )
@@ -37,6 +39,7 @@ from packhorse.device.packed_weight import PackedWeight
 from packhorse.device.packing import join_arrays
 from packhorse.device.report import PackReport
 from packhorse.errors import CompatibilityError, CorruptionError
+from packhorse.gpu.host_embeddings import embedding_host
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.layout import WEIGHT_VERSION
 
@@ -76,7 +79,8 @@ class PackhorseConfig(QuantizationConfigMixin):  # type: ignore[misc]
             or their last parts; `*` and `?` stand for any characters.
         lm_head: whether to pack the output layer. An embedding that shares its weight is packed
             with it.
-        embeddings: whether to pack embeddings; None for only the input embedding.
+        embeddings: whether to pack embeddings; None for only the input embedding; "host" to put
+            them into memory of the host, as for `pack_model_`, once the model is loaded.
         for_tokens: None, or the usual number of tokens that are multiplied at once. Then a layer is
             packed only if its GPU is as fast with the packed weight, as for `pack_model_`.
         version: of the format.
@@ -98,7 +102,7 @@ class PackhorseConfig(QuantizationConfigMixin):  # type: ignore[misc]
         format: str = "auto",
         modules_to_not_convert: Iterable[str] | None = None,
         lm_head: bool = True,
-        embeddings: bool | None = None,
+        embeddings: bool | str | None = None,
         for_tokens: int | None = None,
         **stored: Any,
     ) -> None:
@@ -130,8 +134,7 @@ class PackhorseConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.modules_to_not_convert = _check_names(modules_to_not_convert)
         if not isinstance(lm_head, bool):
             raise ValueError(f"lm_head is {lm_head!r}; it must be True or False")
-        if embeddings is not None and not isinstance(embeddings, bool):
-            raise ValueError(f"embeddings is {embeddings!r}; it must be True, False or None")
+        check_embeddings(embeddings)
         self.lm_head, self.embeddings = lm_head, embeddings
         check_tokens(for_tokens)
         self.for_tokens = for_tokens
@@ -339,7 +342,9 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
         hold_packed_weights(model)
         # New layers, such as the head of a classifier, are for training.
         otherwise = "plain in the checkpoint" if self.pre_quantized else "not in the checkpoint"
-        self.report = report_model(model, self._choose(model), self._reasons, otherwise)
+        choice = self._choose(model)
+        host_embeddings_(model, choice)
+        self.report = report_model(model, choice, self._reasons, otherwise)
         _forget_own_conversions(model)
         keep_names_in_files(model)
         return model
@@ -349,6 +354,8 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
         plain = [each for each in model.parameters() if not isinstance(each, PackedWeight)]
         names = [n for n, each in model.named_parameters() if isinstance(each, PackedWeight)]
+        hosted = embedding_host().hosted(model)
+        names += [f"{name}.weight" for shared in hosted for name in shared.split(" = ")]
         unpack_model_(model)
         # `from_pretrained` leaves weights trainable, but a partly frozen model stays partly frozen.
         if all(parameter.requires_grad for parameter in plain):

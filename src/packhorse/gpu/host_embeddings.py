@@ -1,0 +1,71 @@
+"""Embeddings of a model in memory of the host, as the hop to the compute units asks for them.
+
+The hop from the host does the work. Hops do not import each other, so the package registers it
+here, and it is imported when a model's embeddings are to go there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+__all__ = ["EmbeddingHost", "HostedRows", "embedding_host", "register_embedding_host"]
+
+
+class HostedRows(NamedTuple):
+    """The rows of an embedding in memory of the host.
+
+    Attributes:
+        shape: rows and columns.
+        words: how rows are packed.
+        nbytes: bytes that they take.
+        element_nbytes: bytes of a plain element.
+    """
+
+    shape: tuple[int, int]
+    words: str
+    nbytes: int
+    element_nbytes: int
+
+
+class EmbeddingHost(Protocol):
+    """What the hop from the host does with embeddings."""
+
+    def plan(self, weight: Tensor) -> HostedRows:
+        """What rows would take, by a sample."""
+        ...
+
+    def pack_(self, modules: Sequence[nn.Module], *, plain_state: bool) -> HostedRows:
+        """Packs the rows that embeddings share, in place, and freezes them; `plain_state` says
+        whether their state dicts hold the plain matrix."""
+        ...
+
+    def unpack_(self, model: nn.Module) -> None:
+        """Gives all embeddings of a model their plain rows back."""
+        ...
+
+    def hosted(self, model: nn.Module) -> dict[str, HostedRows]:
+        """The rows that are in memory of the host, by the names of their modules."""
+        ...
+
+
+_load: Callable[[], EmbeddingHost] | None = None
+
+
+def register_embedding_host(load: Callable[[], EmbeddingHost]) -> None:
+    """Registers the hop.
+
+    Args:
+        load: imports and returns it.
+    """
+    global _load
+    _load = load
+
+
+def embedding_host() -> EmbeddingHost:
+    """The hop."""
+    assert _load is not None  # the package registers it
+    return _load()

@@ -1,0 +1,165 @@
+"""`pack_model_(embeddings="host")`: embeddings of real models of transformers in memory of the
+host; tokens, saved folders and unpacked models are those of the plain model."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from packhorse.device import PackedWeight, pack_model_, unpack_model_
+from packhorse.host import PackedEmbedding
+from packhorse.transformers import PackhorseConfig
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 500,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# With the embeddings that move. Gemma scales what it looks up; Gemma 3n has an embedding per layer.
+MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "Llama": ({}, ["model.embed_tokens"]),
+    "Gemma3": ({"tie_word_embeddings": False}, ["model.embed_tokens"]),
+    "Gemma3n": (
+        {
+            "tie_word_embeddings": False,
+            "vocab_size_per_layer_input": 400,
+            "hidden_size_per_layer_input": 64,
+            "num_kv_shared_layers": 0,
+            "laurel_rank": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "activation_sparsity_pattern": [0.0, 0.0],
+        },
+        ["model.embed_tokens", "model.embed_tokens_per_layer"],
+    ),
+}
+PROMPT = torch.tensor([[1, 5, 9, 2, 77, 30], [4, 4, 8, 16, 32, 64]])
+
+
+def make_model(name: str, **options: Any) -> Any:
+    torch.manual_seed(0)
+    kind = getattr(transformers, f"{name}TextConfig", None) or transformers.LlamaConfig
+    config = kind(**(SIZES | MODELS[name][0] | options))
+    model = getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16).eval()
+    with torch.no_grad():  # rows of few values would be packed in other ways
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                module.weight.normal_(0, 0.05)
+    return model
+
+
+def generate(model: Any) -> Tensor:
+    mask = torch.ones_like(PROMPT)
+    tokens: Tensor = model.generate(
+        input_ids=PROMPT, attention_mask=mask, max_new_tokens=5, do_sample=False, eos_token_id=None
+    )
+    return tokens
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(PROMPT).logits
+    return found
+
+
+def looked_up(model: Any) -> Tensor:
+    found: Tensor = model.get_input_embeddings()(PROMPT)
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_and_saved_folders_are_those_of_the_plain_model(name: str, tmp_path: Path) -> None:
+    made = make_model(name)
+    made.save_pretrained(tmp_path / "plain")  # a model that was cast has other constants
+    plain = type(made).from_pretrained(tmp_path / "plain", dtype=torch.bfloat16)
+    model = copy.deepcopy(plain)
+    planned = pack_model_(model, embeddings="host", dry_run=True)
+    report = pack_model_(model, embeddings="host")
+    assert [each.name for each in planned.packed] == [each.name for each in report.packed]
+    assert planned.host_nbytes == pytest.approx(report.host_nbytes, rel=0.01)
+    hosted = {each.name: each for each in report.packed if each.is_in_host}
+    assert list(hosted) == MODELS[name][1]
+    assert report.host_nbytes == sum(each.nbytes for each in hosted.values())
+    assert 0 < report.host_nbytes < 0.77 * sum(each.plain_nbytes for each in hosted.values())
+    assert "MiB in memory of the host" in str(report)
+    for each in hosted:
+        module = model.get_submodule(each)
+        assert isinstance(module, (PackedEmbedding, type(plain.get_submodule(each))))
+    assert torch.equal(generate(model), generate(plain))
+    # Products with packed weights round in another way, so whole logits are compared alone.
+    only = copy.deepcopy(plain)
+    pack_model_(only, embeddings="host", skip=lambda name, module: isinstance(module, nn.Linear))
+    assert torch.equal(logits(only), logits(plain))
+
+    model.save_pretrained(tmp_path / "packed")
+    again = type(model).from_pretrained(tmp_path / "packed", dtype=torch.bfloat16)
+    assert [each.name for each in again.hf_quantizer.report.packed if each.is_in_host] == [*hosted]
+    assert torch.equal(generate(again), generate(plain))
+
+    unpack_model_(model)
+    state = plain.state_dict()
+    assert {name: type(each) for name, each in model.named_modules()} == {
+        name: type(each) for name, each in plain.named_modules()
+    }
+    assert all(torch.equal(each, state[key]) for key, each in model.state_dict().items())
+
+
+def test_a_config_loads_embeddings_into_the_host(tmp_path: Path) -> None:
+    plain = make_model("Llama")
+    plain.save_pretrained(tmp_path)
+    model = transformers.LlamaForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, quantization_config=PackhorseConfig(embeddings="host")
+    )
+    assert isinstance(model.get_input_embeddings(), PackedEmbedding)
+    assert model.hf_quantizer.report.host_nbytes > 0
+    assert torch.equal(generate(model), generate(plain))
+    assert not looked_up(model).requires_grad
+    model.dequantize()
+    assert type(model.get_input_embeddings()) is nn.Embedding
+    assert all(each.requires_grad for each in model.parameters())
+    with pytest.raises(ValueError, match='must be True, False, None or "host"'):
+        PackhorseConfig(embeddings="disk")
+
+
+def test_an_embedding_that_is_the_output_layer_stays_with_it() -> None:
+    plain = make_model("Llama", tie_word_embeddings=True)
+    model = copy.deepcopy(plain)
+    report = pack_model_(model, embeddings="host")
+    assert report.host_nbytes == 0
+    assert isinstance(model.get_input_embeddings().weight, PackedWeight)
+    assert model.get_input_embeddings().weight is model.lm_head.weight
+    assert torch.equal(generate(model), generate(plain))
+    (left,) = pack_model_(copy.deepcopy(plain), embeddings="host", lm_head=False).left
+    assert left.reason == "lm_head=False; the embedding shares its weight"
+
+
+def test_embeddings_of_any_dtype_that_share_rows_share_a_table() -> None:
+    first, second = nn.Embedding(600, 64), nn.Embedding(600, 64)
+    second.weight = first.weight
+    bag = nn.EmbeddingBag(600, 64, dtype=torch.float16)
+    others = {"small": nn.Embedding(10, 64), "odd": nn.Embedding(600, 64, scale_grad_by_freq=True)}
+    model = nn.ModuleDict({"a": first, "b": second, "bag": bag, **others})
+    plain = copy.deepcopy(model)
+    report = pack_model_(model, embeddings="host")
+    found = [(each.name, each.element_nbytes) for each in report.packed]
+    assert found == [("a = b", 4), ("bag", 2)]
+    assert [each.reason for each in report.left] == [
+        "takes 2560 bytes; less than 64 KiB stays where it is",
+        "scale_grad_by_freq is not for rows in memory of the host",
+    ]
+    assert torch.equal(model["bag"](PROMPT), plain["bag"](PROMPT))
+    assert model["a"].table is model["b"].table
+    assert torch.equal(model["b"](PROMPT), plain["b"](PROMPT))
+    unpack_model_(model)
+    assert model["a"].weight is model["b"].weight
+    assert torch.equal(model["a"].weight, plain["a"].weight)

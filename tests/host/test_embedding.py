@@ -1,0 +1,255 @@
+"""Packed embeddings: what PyTorch's modules compute, bit for bit; their states, moves and
+copies; embeddings of other classes."""
+
+import copy
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from packhorse.errors import CorruptionError
+from packhorse.host import (
+    PackedEmbedding,
+    PackedEmbeddingBag,
+    pack_embedding_,
+    pack_table,
+    unpack_embedding_,
+)
+from packhorse.host import embedding as embedding_module
+
+N_ROWS, N_COLUMNS = 300, 64
+
+
+def weights(dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    made = 0.05 * torch.randn(N_ROWS, N_COLUMNS, generator=generator)
+    return made.to(dtype) if dtype.is_floating_point else (1000 * made).to(dtype)
+
+
+def ids_of(*shape: int) -> Tensor:
+    return torch.randint(0, N_ROWS, shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+
+
+@pytest.fixture(params=["direct", "distinct"])
+def fetching(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to fetch the rows of bags."""
+    if request.param == "distinct":
+        monkeypatch.setattr(embedding_module, "_DISTINCT_NBYTES", -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
+def test_look_ups_are_those_of_pytorch(dtype: torch.dtype) -> None:
+    plain = weights(dtype)
+    module = PackedEmbedding.from_pretrained(plain, padding_idx=-1)
+    assert module.padding_idx == N_ROWS - 1
+    for ids in (ids_of(5, 7), ids_of(3).int(), torch.tensor(4), ids_of(0), ids_of(2, 0)):
+        assert same(module(ids), F.embedding(ids, plain))
+    with pytest.raises(IndexError, match="id 300"):
+        module(torch.tensor([1, 300]))
+    with pytest.raises(TypeError, match="integers"):
+        module(torch.tensor([1.0]))
+
+
+BAGS: list[dict[str, Any]] = [
+    {"mode": "sum"},
+    {"mode": "mean", "padding_idx": 7},
+    {"mode": "max"},
+    {"mode": "max", "padding_idx": 0},
+    {"mode": "sum", "include_last_offset": True, "padding_idx": 3},
+]
+
+
+@pytest.mark.usefixtures("fetching")
+@pytest.mark.parametrize("options", BAGS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bags_are_those_of_pytorch(options: dict[str, Any], dtype: torch.dtype) -> None:
+    plain = nn.EmbeddingBag.from_pretrained(weights(dtype), **options)
+    packed = PackedEmbeddingBag.from_pretrained(weights(dtype), **options)
+    ids = torch.cat([ids_of(40), torch.tensor([7, 0, 3, 7, 7, 3, 0])])
+    offsets = torch.tensor([0, 0, 9, 30, 40, 44, 47])
+    assert same(packed(ids, offsets), plain(ids, offsets))
+    assert same(packed(ids.int(), offsets.int()), plain(ids.int(), offsets.int()))
+    assert same(packed(ids_of(6, 9)), plain(ids_of(6, 9)))
+    with pytest.raises(TypeError, match="integers"):
+        packed(torch.zeros(2, 2))
+    if options["mode"] == "sum":
+        scales = torch.rand(len(ids)).to(dtype)
+        assert same(packed(ids, offsets, scales), plain(ids, offsets, scales))
+
+
+def test_what_cannot_be_had_is_refused() -> None:
+    for make in (PackedEmbedding, PackedEmbeddingBag):
+        with pytest.raises(ValueError, match="max_norm changes rows"):
+            make(4, 8, max_norm=1.0)
+        with pytest.raises(ValueError, match="not for sparse gradients"):
+            make.from_pretrained(weights(), scale_grad_by_freq=True)
+        with pytest.raises(ValueError, match=r"shape \(300, 64\); it must be \(5, 64\)"):
+            make(5, 64, _weight=weights())
+    with pytest.raises(TypeError, match=r"Linear is not a torch\.nn\.Embedding"):
+        pack_embedding_(nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="has no packed rows"):
+        unpack_embedding_(nn.Embedding(2, 2))
+    module = PackedEmbedding(4, 8)
+    with pytest.raises(AttributeError, match="load_state_dict packs"):
+        module.weight = nn.Parameter(torch.zeros(4, 8))
+    with pytest.raises(TypeError, match="would change them"):
+        module.half()
+    with pytest.raises(TypeError, match="needs the whole matrix"):
+        module.weight.norm()
+
+
+def test_new_modules_have_the_rows_that_pytorch_would_make() -> None:
+    for ours, theirs in ((PackedEmbedding, nn.Embedding), (PackedEmbeddingBag, nn.EmbeddingBag)):
+        torch.manual_seed(5)
+        plain = theirs(50, 16, padding_idx=2, dtype=torch.bfloat16)
+        torch.manual_seed(5)
+        packed = ours(50, 16, padding_idx=2, dtype=torch.bfloat16)
+        assert same(packed.unpacked(), plain.weight.detach())
+        torch.manual_seed(6)
+        plain.reset_parameters()
+        torch.manual_seed(6)
+        packed.reset_parameters()
+        assert same(packed.unpacked(), plain.weight.detach())
+
+
+def test_states_are_packed_and_plain_ones_are_packed_when_loaded() -> None:
+    plain = nn.Embedding.from_pretrained(weights())
+    module = nn.ModuleDict({"words": PackedEmbedding(N_ROWS, N_COLUMNS)})
+    module.load_state_dict({"words.weight": plain.weight})
+    assert same(module["words"].unpacked(), plain.weight.detach())
+
+    new = torch.full((2, N_COLUMNS), 3e30)
+    module["words"].update_(torch.tensor([5, 7]), new)
+    assert module["words"].table.n_unpacked_rows == 2
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    assert file.tell() < 0.95 * plain.weight.nbytes
+    file.seek(0)
+    other = nn.ModuleDict({"words": PackedEmbedding(N_ROWS, N_COLUMNS)})
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert same(other["words"].unpacked(), module["words"].unpacked())
+    assert same(other["words"](torch.tensor([5])), new[:1])
+
+    module["words"].plain_state = True
+    plain.load_state_dict(module["words"].state_dict())
+    assert same(plain.weight.detach(), module["words"].unpacked())
+
+
+def test_bad_states_are_refused_by_name() -> None:
+    module = PackedEmbedding.from_pretrained(weights())
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        module.load_state_dict({"weight": torch.zeros(3, N_COLUMNS)})
+    with pytest.raises(RuntimeError, match=r'Missing key.*"weight"'):
+        module.load_state_dict({})
+    state = module.state_dict()
+    state["weight.rows"] = state["weight.rows"].clone()
+    state["weight.rows"][7, 3] ^= 1
+    with pytest.raises(CorruptionError, match="rows 0 to 299 do not match"):
+        module.load_state_dict(state)
+    del state["weight.rows"]
+    with pytest.raises(CorruptionError, match=r"weight\.rows is missing"):
+        module.load_state_dict(state)
+    bad = module.state_dict() | {"weight.crcs": torch.zeros(5).bfloat16()}
+    with pytest.raises(CorruptionError, match=r"weight\.crcs is no tensor of integers"):
+        module.load_state_dict(bad)
+    assert same(module.unpacked(), weights())
+
+
+class Scaled(nn.Embedding):
+    """As several models of transformers have it."""
+
+    scale = 3.0
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * torch.tensor(self.scale).to(self.weight.dtype)
+
+
+class Direct(nn.Embedding):
+    """One that does not call the method of its base."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.embedding(input + 1, self.weight)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, Scaled, Direct])
+def test_a_module_of_any_class_is_packed_in_place_and_back(kind: type[nn.Embedding]) -> None:
+    module = kind(N_ROWS, N_COLUMNS, dtype=torch.bfloat16)
+    weight, ids = module.weight.detach().clone(), ids_of(4, 5) - 1
+    ids.clamp_(0)
+    expected = module(ids).detach()
+    pack_embedding_(module)
+    assert isinstance(module, (kind, PackedEmbedding))
+    assert not list(module.parameters())
+    with torch.no_grad():
+        assert same(module(ids), expected)
+        for other in (copy.deepcopy(module), through_pickle(module)):
+            assert type(other).__mro__[1:] == type(module).__mro__[1:]
+            assert same(other(ids), expected)
+    unpack_embedding_(module)
+    assert type(module) is kind
+    assert same(module.weight.detach(), weight)
+    assert module.weight.requires_grad
+    assert not dict(module.named_buffers())
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, Scaled])
+def test_hooks_of_accelerate_go_on(kind: type[nn.Embedding]) -> None:
+    module = kind(N_ROWS, N_COLUMNS)
+    ids = ids_of(5)
+    expected = module(ids).detach()
+    add_hook_to_module(module, AlignDevicesHook("cpu", io_same_device=True))
+    pack_embedding_(module)
+    module.requires_grad_(False)
+    assert same(module(ids), expected)
+    remove_hook_from_module(module)
+    assert same(module(ids), expected)
+    unpack_embedding_(module)
+    assert same(module(ids), expected)
+
+
+def through_pickle(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+def test_moving_a_module_says_where_rows_come_out() -> None:
+    module = PackedEmbedding.from_pretrained(weights())
+    address = module.table.memory.address
+    assert str(module.to("cpu").device) == "cpu"
+    model = nn.Sequential(module, nn.Linear(N_COLUMNS, 2)).to("meta")
+    assert module.table.memory.address == address
+    assert module.device.type == module.weight.device.type == "meta"
+    assert model(ids_of(2, 3)).device.type == "meta"
+    assert module.to_empty(device="cpu").device.type == "cpu"
+    assert same(module(ids_of(3)), weights()[ids_of(3)])
+
+
+def test_tables_from_elsewhere_are_used_as_they_are(tmp_path: Any) -> None:
+    rows = np.lib.format.open_memmap(tmp_path / "rows.npy", "w+", np.float32, (60, 16))
+    rows[:] = weights().numpy()[:60, :16]
+    table = pack_table(rows)
+    module = PackedEmbeddingBag.from_pretrained(table, mode="sum")
+    assert module.table is table
+    assert same(module(torch.tensor([[1, 2]])), torch.from_numpy(rows[1] + rows[2])[None])
+    assert "PackedTable(60 x 16 F32" in repr(module)
+    assert "60, 16, mode='sum'" in repr(module)
+
+
+def test_compiled_models_run_look_ups_as_they_are() -> None:
+    model = nn.Sequential(PackedEmbedding.from_pretrained(weights()), nn.Linear(N_COLUMNS, 4))
+    bag = PackedEmbeddingBag.from_pretrained(weights(), mode="sum")
+    ids = ids_of(3, 5)
+    assert same(torch.compile(model, backend="eager")(ids), model(ids))
+    assert same(torch.compile(bag, backend="eager")(ids), bag(ids))
