@@ -22,11 +22,11 @@ from packhorse.kernels.tables import kernel_of
 from packhorse.reference.tables import encode_table
 from packhorse.table_layout import TableFormat
 
-LIMITS = {
-    "BF16, codes of 4 bits": 15.0,
-    "FP32, codes of 4 bits": 23.0,
-    "BF16, three codes in 10 bits": 30.0,
-    "bitmap and indices": 29.0,
+LIMITS = {  # of Triton 3.6, too
+    "BF16, codes of 4 bits": 22.0,
+    "FP32, codes of 4 bits": 29.0,
+    "BF16, three codes in 10 bits": 36.0,
+    "bitmap and indices": 30.0,
     "list and row value": 5.0,
 }
 EMULATED = (
