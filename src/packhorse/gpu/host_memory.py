@@ -106,6 +106,11 @@ class HostMemory:
         self._pid = None if is_inherited else os.getpid()
 
     @property
+    def is_inherited(self) -> bool:
+        """Whether forked processes get it."""
+        return self._pid is None
+
+    @property
     def address(self) -> int:
         """Of the first byte, for the host and for kernels."""
         return self._bytes.ctypes.data

@@ -8,7 +8,7 @@ touches, not by the ratio.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +20,12 @@ from packhorse.framework import framework_of, resolve_framework
 from packhorse.gpu.host_memory import HostMemory, host_memory
 from packhorse.host.changed_rows import ChangedRows
 from packhorse.host.sources import RowSource
+from packhorse.late_import import import_late
 
 if TYPE_CHECKING:
     import torch
+
+    from packhorse.host.table_tensor import TableTensor
 
 __all__ = ["PackedTable", "pack_table", "plan_table"]
 
@@ -114,6 +117,22 @@ class PackedTable:
         framework.fill(out, write)
         return out
 
+    def as_tensor(self, device: torch.device | str = "cpu") -> TableTensor:
+        """This table as a tensor of PyTorch that stays packed, for code that takes rows out of a
+        tensor, such as `torch.nn.functional.embedding` and the loaders of PyTorch Geometric.
+
+        Args:
+            device: where rows are wanted: "cpu" or a CUDA device.
+
+        Raises:
+            CompatibilityError: PyTorch has no such dtype.
+            MissingBackendError: PyTorch is not installed.
+            ValueError: it is another kind of device.
+        """
+        resolve_framework("pt")
+        tensor: TableTensor = import_late("packhorse.host.table_tensor").TableTensor(self, device)
+        return tensor
+
     def update_(self, ids: Any, rows: Any) -> None:
         """Replaces rows. Those that the table's format holds are packed in place; others are kept
         plain beside it; `n_unpacked_rows` counts them.
@@ -161,6 +180,13 @@ class PackedTable:
     def _is_marked(self, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
         words = self._arrays.marks[numbers // 32]
         return (words >> (numbers % 32).astype(np.uint32) & 1).astype(bool)
+
+    # A pickle would copy the table for each process that is spawned.
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a packed table is not pickled: let workers fork and inherit it, as in DataLoader(..., "
+            "multiprocessing_context='fork'), or pack it in each process"
+        )
 
     def __repr__(self) -> str:
         plain = self.shape[0] * self.way.format.row_nbytes
