@@ -4,10 +4,11 @@ docs/benchmarks_host.md.
 They are a function of the JSON that `run.py host` keeps; nothing is measured here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks.common import figures
+from benchmarks.data.wordnet import N_LABELS
 
 __all__ = ["document", "part", "targets"]
 
@@ -32,14 +33,11 @@ hand.
 
 
 def part(result: Result, name: str) -> str:
-    """The section of one part of a run: "ratios", "gathers" or "packing"."""
-    title, text = {
-        "ratios": ("What a fetch of a row touches", _ratios),
-        "gathers": ("Gathers on the CPU", _gathers),
-        "packing": ("Packing", _packing),
-    }[name]
-    found = result.get(name)
-    return f"## {title}\n\n{text(found) if found else 'Not in this run.'}"
+    """The section of one part of a run."""
+    title, text = _PARTS[name]
+    apart = result.get("apart", {}).get(name)
+    conditions = f"{figures.conditions(apart)}\n\n" if apart else ""
+    return f"## {title}\n\n{conditions}{text(result[name])}"
 
 
 def document(result: Result) -> str:
@@ -48,7 +46,7 @@ def document(result: Result) -> str:
         INTRODUCTION,
         f"## Machine\n\n{figures.conditions(result)}\n",
         f"## Targets\n\n{targets(result)}\n",
-        *(f"{part(result, name)}\n" for name in ("ratios", "gathers", "packing")),
+        *(f"{part(result, name)}\n" for name in _PARTS if name in result),
     ]
     return "\n".join(parts)
 
@@ -125,6 +123,62 @@ def _packing(found: list[Result]) -> str:
         cells = [row["table"], row["way"], f"{row['gbps']:.2f}", f"{row['plan_ms']:.0f}"]
         lines.append(_line(cells))
     return "\n".join(lines)
+
+
+def _training(found: Result) -> str:
+    settings, limit = found["settings"], found["limit_nbytes"]
+    lines = [
+        f"GraphSAGE on WordNet: {found['n_nodes']:,} synsets, {found['n_edges']:,} relations, "
+        f"{settings['n_words']:,} words of glosses as features in FP32, {N_LABELS} labels. PyTorch "
+        "Geometric, one thread; only the features differ. Losses of all runs are the same, bit for "
+        "bit. Own memory is a process's peak without pages of files; resident is with those. An "
+        "epoch is the last one, and rows are the part of it that gathers features.",
+        "",
+        _line(["features", "take, MB", *(f"{what}, MB" for what in ("own memory", "resident"))])
+        + " ready, s | epoch, s | rows, s | accuracy |",
+        _line(["---", *["--:"] * 7]),
+        *(_whole_run(run) for run in found["runs"] if not run["limited"]),
+        "",
+    ]
+    if limit is None:
+        return "\n".join([*lines, f"Not measured with a limit of memory: {found['not_limited']}."])
+    return "\n".join([*lines, *_limited_runs(found["runs"], limit)])
+
+
+def _whole_run(run: Result) -> str:
+    epoch = run["epochs"][-1]
+    sizes = (run[f"{what}_nbytes"] / 1e6 for what in ("features", "own", "resident"))
+    seconds = run["ready"], epoch["seconds"], epoch["rows"]
+    cells = [f"{size:,.0f}" for size in sizes] + [f"{s:.1f}" for s in seconds]
+    return _line([run["arm"], *cells, f"{run['accuracy']:.4f}"])
+
+
+def _limited_runs(runs: list[Result], limit: int) -> Iterator[str]:
+    yield (
+        f"The first batches with {limit / 1e6:,.0f} MB of memory, pages of files included: what a "
+        "run with packed features needs, and a quarter of the plain features. (A control group of "
+        "Linux sets the limit.) The file of features begins outside of the cache."
+    )
+    yield ""
+    yield _line(["features", "a batch, ms", "of it rows, ms", "page faults", "read, MB"])
+    yield _line(["---", *["--:"] * 4])
+    for run in (run for run in runs if run["limited"]):
+        if run["killed"]:
+            yield _line([run["arm"], "killed: out of memory", "", "", ""])
+            continue
+        epoch = run["epochs"][0]
+        n = epoch["batches"]
+        ms = (f"{1e3 * epoch[name] / n:,.0f}" for name in ("seconds", "rows"))
+        faults, read = epoch["faults"] / n, epoch["read_nbytes"] / n / 1e6
+        yield _line([run["arm"], *ms, f"{faults:,.0f}", f"{read:,.0f}"])
+
+
+_PARTS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "ratios": ("What a fetch of a row touches", _ratios),
+    "gathers": ("Gathers on the CPU", _gathers),
+    "packing": ("Packing", _packing),
+    "training": ("Training on a graph", _training),
+}
 
 
 def targets(result: Result) -> str:
