@@ -136,7 +136,7 @@ def test_sources_of_all_kinds_are_stored(tmp_path: Path) -> None:
     mapped = np.memmap(tmp_path / "x", np.float32, "w+", shape=rows.shape)
     mapped[:] = rows
     table = pack_table(rows)
-    store = PackedFeatureStore()
+    store = PackedFeatureStore(shared=True)
     for i, source in enumerate((rows, torch.from_numpy(rows), mapped, table, table.as_tensor())):
         store["node", f"x{i}", None] = source
         found = store["node", f"x{i}", torch.tensor([19, 2])]

@@ -8,7 +8,7 @@ touches, not by the ratio.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -181,12 +181,9 @@ class PackedTable:
         words = self._arrays.marks[numbers // 32]
         return (words >> (numbers % 32).astype(np.uint32) & 1).astype(bool)
 
-    # A pickle would copy the table for each process that is spawned.
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "a packed table is not pickled: let workers fork and inherit it, as in DataLoader(..., "
-            "multiprocessing_context='fork'), or pack it in each process"
-        )
+    def __reduce__(self) -> tuple[Any, ...]:
+        others = self._arrays[1:]  # than the rows, which lie in `memory`
+        return _attach, (self.dtype, self.way, self.memory, self.shape[0], others, self._changed)
 
     def __repr__(self) -> str:
         plain = self.shape[0] * self.way.format.row_nbytes
@@ -229,7 +226,8 @@ def pack_table(
         granule: bytes that a fetch takes at once: 32, or 128 for links that prefer whole lines.
         device: the GPU that will gather, so that its rows lie in memory which it reads directly;
             "cpu" for none; None for PyTorch's current GPU, if there is one.
-        shared: whether forked processes, such as workers of a DataLoader, share the memory.
+        shared: whether forked and spawned processes, such as workers of a DataLoader, share the
+            memory of the rows.
         threads: threads to use; None for one per core, at most 8.
         progress: called with rows done and all rows, after each block.
 
@@ -246,14 +244,32 @@ def pack_table(
     n_threads = resolve_threads(threads)
     nbytes = max(rows.n_rows * way.format.stride, 1)
     memory = host_memory(nbytes, device=device, shared=shared, threads=n_threads)
-    packed = memory.numpy()[: rows.n_rows * way.format.stride]
-    packed = packed.reshape(rows.n_rows, way.format.stride)
+    packed = _rows_in(memory, rows.n_rows, way)
     packer = TablePacker(way.format, packed, threads=n_threads)
     for block in rows.blocks():
         packer.add(np.ascontiguousarray(block))
         if progress is not None:
             progress(rows.n_rows - packer.n_rows_left, rows.n_rows)
     return PackedTable(rows.dtype, way, packer.finish(), memory)
+
+
+def _rows_in(memory: HostMemory, n_rows: int, way: TableWay) -> _Bytes:
+    stride = way.format.stride
+    return memory.numpy()[: n_rows * stride].reshape(n_rows, stride)
+
+
+def _attach(
+    dtype: str,
+    way: TableWay,
+    memory: HostMemory,
+    n_rows: int,
+    others: tuple[Any, ...],
+    changed: ChangedRows,
+) -> PackedTable:
+    """A table of the process that has spawned this one."""
+    table = PackedTable(dtype, way, TableArrays(_rows_in(memory, n_rows, way), *others), memory)
+    table._changed = changed
+    return table
 
 
 def _numbers_of(ids: Any) -> tuple[NDArray[np.int64], tuple[int, ...]]:

@@ -42,6 +42,7 @@ class PackedFeatureStore(FeatureStore):  # type: ignore[misc]
     Args:
         device: where rows are wanted: "cpu" or a CUDA device. For the latter, give loaders
             `filter_per_worker=False`.
+        shared: as for `pack_table`: whether workers that are spawned share what is packed here.
         tensor_attr_cls: another class of attributes, as for `FeatureStore`.
 
     Example:
@@ -54,10 +55,14 @@ class PackedFeatureStore(FeatureStore):  # type: ignore[misc]
     """
 
     def __init__(
-        self, device: torch.device | str = "cpu", *, tensor_attr_cls: type[Any] | None = None
+        self,
+        device: torch.device | str = "cpu",
+        *,
+        shared: bool = False,
+        tensor_attr_cls: type[Any] | None = None,
     ) -> None:
         super().__init__(tensor_attr_cls)
-        self._device = torch.device(device)
+        self._device, self._shared = torch.device(device), shared
         self._held: dict[tuple[Any, Any], Tensor] = {}
 
     def _put_tensor(self, tensor: Any, attr: TensorAttr) -> bool:
@@ -76,7 +81,7 @@ class PackedFeatureStore(FeatureStore):  # type: ignore[misc]
         if isinstance(tensor, TableTensor):
             tensor = tensor.table
         if not isinstance(tensor, PackedTable):
-            tensor = pack_table(tensor, device=self._device)
+            tensor = pack_table(tensor, device=self._device, shared=self._shared)
         packed: Tensor = tensor.as_tensor(self._device)
         return packed
 
