@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.codecs import peers
 from benchmarks.common import figures
-from benchmarks.common.process import code_path
+from benchmarks.common.process import clean_up_at_sigterm, code_path
 from benchmarks.host import gathers, packing, ratios, report, tables, training
 
 __all__ = ["MODE", "join", "main"]
@@ -49,6 +49,7 @@ def main(argv: list[str]) -> int:
     if args.render:
         _write_document(json.loads(RESULT.read_text()))
         return 0
+    clean_up_at_sigterm()  # removes files of features, and groups that limit memory
     result = _measure(args)
     if args.write and set(args.part) < set(PARTS):
         result = join(json.loads(RESULT.read_text()), result)

@@ -142,7 +142,7 @@ def _training(found: Result) -> str:
     ]
     if limit is None:
         return "\n".join([*lines, f"Not measured with a limit of memory: {found['not_limited']}."])
-    return "\n".join([*lines, *_limited_runs(found["runs"], limit)])
+    return "\n".join([*lines, *_limited_runs(found, limit)])
 
 
 def _whole_run(run: Result) -> str:
@@ -153,16 +153,18 @@ def _whole_run(run: Result) -> str:
     return _line([run["arm"], *cells, f"{run['accuracy']:.4f}"])
 
 
-def _limited_runs(runs: list[Result], limit: int) -> Iterator[str]:
+def _limited_runs(found: Result, limit: int) -> Iterator[str]:
     yield (
         f"The first batches with {limit / 1e6:,.0f} MB of memory, pages of files included: what a "
         "run with packed features needs, and a quarter of the plain features. (A control group of "
-        "Linux sets the limit.) The file of features begins outside of the cache."
+        "Linux sets the limit.) The file of features begins outside of the cache. The system reads "
+        f"{found['read_ahead_kib'] or '?'} KiB at a page fault, unless it was told that reads are "
+        "random."
     )
     yield ""
     yield _line(["features", "a batch, ms", "of it rows, ms", "page faults", "read, MB"])
     yield _line(["---", *["--:"] * 4])
-    for run in (run for run in runs if run["limited"]):
+    for run in (run for run in found["runs"] if run["limited"]):
         if run["killed"]:
             yield _line([run["arm"], "killed: out of memory", "", "", ""])
             continue

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.common.files import evict
+from benchmarks.common.files import evict, read_ahead_kib
 from benchmarks.common.memory_limit import memory_limit, obstacle
 from benchmarks.data import wordnet
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ARMS = ("plain", "packed", "memmap", "memmap, random")
 KILLED = -9
 CACHED_SHARE = 4  # beside what a run with packed features needs, a quarter of the plain ones fits
-LIMITED = {"epochs": 1, "batches": 30}  # a run that reads the disk all the time takes very long
+LIMITED = {"epochs": 1, "batches": 10}  # a run that reads the disk all the time takes very long
 # The process joins its group before it imports anything, so that all that it allocates counts.
 CHILD = """
 import json, sys
@@ -60,6 +60,7 @@ def measure(settings: dict[str, Any] | None = None, folder: Path | None = None) 
         place = Path(name)
         graph = wordnet.load()
         write_graph(place, graph.labels, graph.edges, _features(settings["n_words"]))
+        read_ahead = read_ahead_kib(place)
         runs = [_run(arm, place, settings, None) for arm in ARMS]
         reason, limit = obstacle(), None
         if reason is None:
@@ -74,6 +75,7 @@ def measure(settings: dict[str, Any] | None = None, folder: Path | None = None) 
         "n_edges": graph.edges.shape[1],
         "limit_nbytes": limit,
         "not_limited": reason,
+        "read_ahead_kib": read_ahead,
         "runs": runs,
     }
 

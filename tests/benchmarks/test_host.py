@@ -18,7 +18,7 @@ from table_samples import float_rows, sparse_rows
 def host() -> Iterator[dict[str, ModuleType]]:
     """The modules of benchmarks/host."""
     names = ("gathers", "graphsage", "measure", "packing", "ratios", "report", "tables", "training")
-    others = ("common.memory_limit", "data.wordnet")
+    others = ("common.files", "common.memory_limit", "data.wordnet")
     with import_afresh(*others, *(f"host.{name}" for name in names)) as modules:
         yield {name.rpartition(".")[2]: module for name, module in modules.items()}
 
@@ -94,6 +94,7 @@ def trained(
     runs.append({"arm": "plain", "limited": True, "killed": True})
     host["training"].check_losses(runs)
     known = {"n_nodes": 300, "n_edges": 900, "limit_nbytes": 10**9, "settings": {"n_words": 64}}
+    known["read_ahead_kib"] = host["files"].read_ahead_kib(folder)
     return known | {"runs": runs}
 
 
