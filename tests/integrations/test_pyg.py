@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData, TensorAttr
-from torch_geometric.loader import NodeLoader
+from torch_geometric.loader import NeighborLoader, NodeLoader
 from torch_geometric.loader.utils import filter_custom_hetero_store, infer_filter_per_worker
 from torch_geometric.sampler import BaseSampler
 
@@ -191,3 +191,12 @@ def test_without_pytorch_geometric_the_error_names_the_extra(
     monkeypatch.setitem(sys.modules, "torch_geometric.data", None)
     with pytest.raises(MissingBackendError, match=r"pip install 'packhorse\[pyg\]'"):
         runpy.run_path(pyg.__file__)
+
+
+def test_a_neighbour_loader_with_a_sampler_of_ours(
+    plain: Data, sampler: BaseSampler, store: PackedFeatureStore
+) -> None:
+    nodes = torch.tensor([5, 9])
+    loader = NeighborLoader((store, plain), [5, 3], nodes, neighbor_sampler=sampler, batch_size=2)
+    (batch,) = loader
+    assert same(batch.x, plain.x[batch.n_id])
