@@ -106,6 +106,13 @@ def test_all_rows_are_unpacked_and_compared(x: TableTensor, plain: Tensor) -> No
     assert torch.equal(pack_table(torch.zeros(0, 3)).as_tensor(), torch.zeros(0, 3))
 
 
+def test_the_default_device_does_not_matter(x: TableTensor, plain: Tensor) -> None:
+    with torch.device("meta"):
+        found = [x[3:5], x[3], x[[3, 4]], x.unpack()]
+    for rows, expected in zip(found, (plain[3:5], plain[3], plain[3:5], plain), strict=True):
+        assert same_bits(rows, expected)
+
+
 def test_rows_give_gradients_to_what_they_meet(x: TableTensor) -> None:
     weight = torch.ones(N_COLUMNS, 2, requires_grad=True)
     (x[IDS].float() @ weight).sum().backward()

@@ -80,7 +80,7 @@ class TableTensor(Tensor):
 
     def unpack(self) -> Tensor:
         """The whole plain matrix, in new memory."""
-        return self._take(torch.arange(len(self)))
+        return self._take(_range(0, len(self)))
 
     @property
     def packed_nbytes(self) -> int:
@@ -200,16 +200,19 @@ def _index(x: TableTensor, index: Any) -> Tensor:
         start, stop, step = first.indices(len(x))
         if step < 1:
             raise ValueError(f"the step of a slice is {step}; it must be greater than zero")
-        return x._take(torch.arange(start, max(start, stop), step))[:, *rest].as_subclass(
-            DecodedRows
-        )
+        return x._take(_range(start, max(start, stop), step))[:, *rest].as_subclass(DecodedRows)
     if _is_number(first):
-        rows = x._take(torch.tensor([_row_number(operator.index(first), len(x))]))
+        row = _row_number(operator.index(first), len(x))
+        rows = x._take(_range(row, row + 1))
         return rows[0, *rest].as_subclass(DecodedRows)
     if any(not isinstance(part, slice) for part in rest):
         x._refuse("rows and columns that are named in pairs")
-    found = _select(x, torch.as_tensor(first))
+    found = _select(x, first if isinstance(first, Tensor) else torch.as_tensor(first, device="cpu"))
     return found[..., *rest] if rest else found
+
+
+def _range(start: int, stop: int, step: int = 1) -> Tensor:
+    return torch.arange(start, stop, step, device="cpu")  # whatever the default device is
 
 
 def _is_number(part: Any) -> bool:
@@ -255,8 +258,8 @@ def _move(
         x._refuse(f"a copy as {dtype}")
     if device not in (None, x.device):
         raise NotImplementedError(
-            f"a packed table stays in memory of the host: table.as_tensor({str(device)!r}) is one "
-            "whose rows come out on that device; to move what else is there, name it, as in "
+            "a packed table stays in memory of the host: table.as_tensor('cuda') is one whose rows "
+            "come out on a GPU; to move what else is there, name it, as in "
             "data.to(device, 'y', 'edge_index')"
         )
     return _share(x)
@@ -312,7 +315,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 def _block(x: Tensor, rows: range) -> Tensor:
     if isinstance(x, TableTensor):
-        return x._take(torch.arange(rows.start, rows.stop))
+        return x._take(_range(rows.start, rows.stop))
     return x[rows.start : rows.stop]
 
 

@@ -166,7 +166,7 @@ def _is_all(index: Any) -> bool:
 
 
 def _replace(held: Tensor, index: Any, rows: Any) -> None:
-    ids = torch.arange(len(held))[index].reshape(-1)
+    ids = torch.arange(len(held), device="cpu")[index].reshape(-1)
     if isinstance(held, TableTensor):
         one = isinstance(rows, np.ndarray | Tensor) and rows.ndim == 1
         held.table.update_(ids, rows[None] if one else rows)
@@ -178,7 +178,11 @@ def _in_order(tensor: Any, attr: TensorAttr) -> Any:
     """Rows by number, if the index names each of them once."""
     ids = torch.as_tensor(attr.index) if isinstance(attr.index, np.ndarray | Tensor) else None
     n = len(tensor)
-    if ids is None or ids.shape != (n,) or not torch.equal(ids.sort()[0], torch.arange(n)):
+    if (
+        ids is None
+        or ids.shape != (n,)
+        or not torch.equal(ids.sort()[0], torch.arange(n, device="cpu"))
+    ):
         raise ValueError(
             f"{attr.attr_name!r} of {attr.group_name!r} is not in the store, so there are no rows "
             "to replace: put all rows first, with index=None"
