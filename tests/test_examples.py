@@ -131,6 +131,21 @@ def test_ddp_with_packed_gradients_has_the_same_losses() -> None:
     )
 
 
+def test_a_graph_with_packed_features_has_the_same_losses(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    example, threads = EXAMPLES / "gnn_features.py", torch.get_num_threads()
+    assert len(example.read_text().splitlines()) < 60
+    try:
+        runpy.run_path(str(example), run_name="__main__")
+    finally:
+        torch.set_num_threads(threads)
+    shown = capsys.readouterr().out
+    first, last = map(float, re.findall(r"\d\.\d+", shown.splitlines()[0]))
+    assert last < first
+    assert "the same bits: True" in shown
+
+
 def test_gmra_describes_a_surface(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

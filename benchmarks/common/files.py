@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["cached_nbytes", "evict", "flush", "nbytes_on_disk"]
+__all__ = ["cached_nbytes", "evict", "flush", "nbytes_on_disk", "read_ahead_kib"]
 
 MADV_DONTNEED = 4
 PAGE = mmap.PAGESIZE
@@ -59,6 +59,17 @@ def _let_go(folder: Path) -> None:
         start, end = (int(side, 16) for side in span.split("-"))
         if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_DONTNEED):
             raise OSError(ctypes.get_errno(), "madvise")
+
+
+def read_ahead_kib(folder: Path) -> int | None:
+    """KiB that the system reads at once where a mapped file is not in its cache; None if it does
+    not say."""
+    device = folder.stat().st_dev
+    block = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+    for place in (block, block / ".."):  # a partition has no queue of its own
+        if (place / "queue/read_ahead_kb").exists():
+            return int((place / "queue/read_ahead_kb").read_text())
+    return None
 
 
 def cached_nbytes(folder: Path) -> int:

@@ -7,9 +7,10 @@ cost more than most codecs and would hide the differences between them.
 
 import os
 import shutil
+import signal
 import sys
 
-__all__ = ["SIMD_VARIABLE", "code_path", "find_compiler", "restart"]
+__all__ = ["SIMD_VARIABLE", "clean_up_at_sigterm", "code_path", "find_compiler", "restart"]
 
 SIMD_VARIABLE = "PACKHORSE_SIMD"
 RECYCLING_MALLOC = {
@@ -33,6 +34,11 @@ def restart(*, recycle: bool, simd: str | None = None) -> None:
         wanted[SIMD_VARIABLE] = simd
     if wanted != dict(os.environ):
         os.execve(sys.executable, [sys.executable, *sys.argv], wanted)
+
+
+def clean_up_at_sigterm() -> None:
+    """Make SIGTERM end this process as Ctrl-C does, so that what it has made is removed."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def code_path() -> str:

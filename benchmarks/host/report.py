@@ -5,10 +5,12 @@ They are a function of the JSON that `run.py host` keeps, and of the model of ti
 GPU; nothing is measured here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks.common import figures
+from benchmarks.data.table_formats import FORMATS
+from benchmarks.data.wordnet import N_LABELS
 from benchmarks.host import embeddings
 from packhorse.gpu.models import PRESETS
 from packhorse.host.device_cost import default_programs, predict_gather
@@ -21,25 +23,10 @@ Result = dict[str, Any]
 GATHERS = ("packhorse", "index_select", "take", "ibp")
 
 _N_IDS = 1 << 20
-_FORMATS = {
-    "BF16, 384 columns, codes of 4 bits": TableFormat(
-        TableMode.DENSE, 16, 384, tuple(e << 7 for e in range(112, 128)), 8, 0, True
-    ),
-    "BF16, 384 columns, three codes in 10 bits": TableFormat(
-        *(TableMode.DENSE, 16, 384, tuple(e << 7 for e in [*range(118, 128), *[118] * 6]), 8),
-        *(0, True),
-        has_triples=True,
-    ),
-    "FP32, 384 columns, codes of 4 bits": TableFormat(
-        TableMode.DENSE, 32, 384, tuple(e << 23 for e in range(112, 128)), 24, 0, True
-    ),
-    "FP32, 784 columns, bitmap and indices": TableFormat(
-        TableMode.BITMAP, 32, 784, tuple(range(256)), capacity=400
-    ),
-    "FP32, 3,703 columns, list and row value": TableFormat(
-        TableMode.LIST, 32, 3703, capacity=14, has_row_value=True
-    ),
-}
+_PREDICTED = (
+    *("BF16, codes of 4 bits", "BF16, three codes in 10 bits", "FP32, codes of 4 bits"),
+    *("bitmap and indices", "list and row value"),
+)
 
 INTRODUCTION = """# Benchmarks of tables in host memory
 
@@ -60,15 +47,11 @@ hand.
 
 
 def part(result: Result, name: str) -> str:
-    """The section of one part of a run: "ratios", "gathers", "packing" or "embeddings"."""
-    title, text = {
-        "ratios": ("What a fetch of a row touches", _ratios),
-        "gathers": ("Gathers on the CPU", _gathers),
-        "packing": ("Packing", _packing),
-        "embeddings": ("Embedding bags on the CPU", embeddings.lines),
-    }[name]
-    found = result.get(name)
-    return f"## {title}\n\n{text(found) if found else 'Not in this run.'}"
+    """The section of one part of a run."""
+    title, text = _PARTS[name]
+    apart = result.get("apart", {}).get(name)
+    conditions = f"{figures.conditions(apart)}\n\n" if apart else ""
+    return f"## {title}\n\n{conditions}{text(result[name])}"
 
 
 def document(result: Result) -> str:
@@ -77,11 +60,9 @@ def document(result: Result) -> str:
         INTRODUCTION,
         f"## Machine\n\n{figures.conditions(result)}\n",
         f"## Targets\n\n{targets(result)}\n",
-        *(f"{part(result, name)}\n" for name in ("ratios", "gathers", "packing")),
+        *(f"{part(result, name)}\n" for name in _PARTS if name in result),
         f"## Gathers on a GPU\n\n{_on_gpus()}\n",
     ]
-    if "embeddings" in result:
-        parts.append(f"{part(result, 'embeddings')}\n")
     return "\n".join(parts)
 
 
@@ -174,7 +155,8 @@ def _on_gpus() -> str:
         _line(["---", "---", "--:", "--:", "--:", "--:", "---"]),
     ]
     for device in (PRESETS[0], PRESETS[-1]):
-        for name, format in _FORMATS.items():
+        for name in _PREDICTED:
+            format = FORMATS[name]
             raw = TableFormat(
                 TableMode.RAW, format.element_bits, format.n_columns, rest_bits=format.element_bits
             )
@@ -186,6 +168,65 @@ def _on_gpus() -> str:
                 cells = [device.name, name, str(n), *(f"{speed:.0f}" for speed in speeds)]
                 lines.append(_line([*cells, f"{speeds[1] / speeds[0]:.2f}", found.limit]))
     return "\n".join(lines)
+
+
+def _training(found: Result) -> str:
+    settings, limit = found["settings"], found["limit_nbytes"]
+    lines = [
+        f"GraphSAGE on WordNet: {found['n_nodes']:,} synsets, {found['n_edges']:,} relations, "
+        f"{settings['n_words']:,} words of glosses as features in FP32, {N_LABELS} labels. PyTorch "
+        "Geometric, one thread; only the features differ. Losses of all runs are the same, bit for "
+        "bit. Own memory is a process's peak without pages of files; resident is with those. An "
+        "epoch is the last one, and rows are the part of it that gathers features.",
+        "",
+        _line(["features", "take, MB", *(f"{what}, MB" for what in ("own memory", "resident"))])
+        + " ready, s | epoch, s | rows, s | accuracy |",
+        _line(["---", *["--:"] * 7]),
+        *(_whole_run(run) for run in found["runs"] if not run["limited"]),
+        "",
+    ]
+    if limit is None:
+        return "\n".join([*lines, f"Not measured with a limit of memory: {found['not_limited']}."])
+    return "\n".join([*lines, *_limited_runs(found, limit)])
+
+
+def _whole_run(run: Result) -> str:
+    epoch = run["epochs"][-1]
+    sizes = (run[f"{what}_nbytes"] / 1e6 for what in ("features", "own", "resident"))
+    seconds = run["ready"], epoch["seconds"], epoch["rows"]
+    cells = [f"{size:,.0f}" for size in sizes] + [f"{s:.1f}" for s in seconds]
+    return _line([run["arm"], *cells, f"{run['accuracy']:.4f}"])
+
+
+def _limited_runs(found: Result, limit: int) -> Iterator[str]:
+    yield (
+        f"The first batches with {limit / 1e6:,.0f} MB of memory, pages of files included: what a "
+        "run with packed features needs, and a quarter of the plain features. (A control group of "
+        "Linux sets the limit.) The file of features begins outside of the cache. The system reads "
+        f"{found['read_ahead_kib'] or '?'} KiB at a page fault, unless it was told that reads are "
+        "random."
+    )
+    yield ""
+    yield _line(["features", "a batch, ms", "of it rows, ms", "page faults", "read, MB"])
+    yield _line(["---", *["--:"] * 4])
+    for run in (run for run in found["runs"] if run["limited"]):
+        if run["killed"]:
+            yield _line([run["arm"], "killed: out of memory", "", "", ""])
+            continue
+        epoch = run["epochs"][0]
+        n = epoch["batches"]
+        ms = (f"{1e3 * epoch[name] / n:,.0f}" for name in ("seconds", "rows"))
+        faults, read = epoch["faults"] / n, epoch["read_nbytes"] / n / 1e6
+        yield _line([run["arm"], *ms, f"{faults:,.0f}", f"{read:,.0f}"])
+
+
+_PARTS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "ratios": ("What a fetch of a row touches", _ratios),
+    "gathers": ("Gathers on the CPU", _gathers),
+    "packing": ("Packing", _packing),
+    "embeddings": ("Embedding bags on the CPU", embeddings.lines),
+    "training": ("Training on a graph", _training),
+}
 
 
 def targets(result: Result) -> str:

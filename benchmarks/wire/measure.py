@@ -13,18 +13,15 @@ With `--write` the figures are kept in `benchmarks/results/wire.json` and make
 import argparse
 import json
 import os
-import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from benchmarks.codecs import peers
 from benchmarks.common import figures
-from benchmarks.common.process import code_path, restart
+from benchmarks.common.process import clean_up_at_sigterm, code_path, restart
 from benchmarks.wire import arms_collectives, arms_updates, dlrm_arms, fsdp, report
 from benchmarks.wire.links import RATES, Links, connect, loopback, obstacle
 from benchmarks.wire.scenarios import SCENARIOS, Settings, measure
@@ -73,15 +70,10 @@ def main(argv: list[str]) -> int:
         _write_document(json.loads(RESULT.read_text()))
         return 0
     restart(recycle=True)
-    signal.signal(signal.SIGTERM, _stop)
+    clean_up_at_sigterm()  # removes ranks and namespaces
     result = _measure(args)
     figures.finish(result, args, RESULT, _write_document)
     return 0
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    """End as after Ctrl-C, so that ranks and namespaces are removed."""
-    sys.exit(128 + number)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

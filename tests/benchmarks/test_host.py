@@ -1,12 +1,15 @@
 """The benchmarks of tables in host memory: their measurements on small tables, and the document of
 their figures."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from benchmark_modules import import_afresh
 from table_samples import float_rows, noise, sparse_rows
 
@@ -16,8 +19,12 @@ from packhorse.reference.ibp import encode_row, fit_best
 @pytest.fixture(scope="module")
 def host() -> Iterator[dict[str, ModuleType]]:
     """The modules of benchmarks/host."""
-    names = ("embeddings", "gathers", "ibp", "measure", "packing", "ratios", "report", "tables")
-    with import_afresh("data.wordnet", *(f"host.{name}" for name in names)) as modules:
+    names = (
+        *("embeddings", "gathers", "graphsage", "ibp", "measure", "packing", "ratios", "report"),
+        *("tables", "training"),
+    )
+    others = ("common.files", "common.memory_limit", "data.wordnet")
+    with import_afresh(*others, *(f"host.{name}" for name in names)) as modules:
         yield {name.rpartition(".")[2]: module for name, module in modules.items()}
 
 
@@ -101,6 +108,102 @@ def test_embedding_bags_are_measured_beside_their_rivals(host: dict[str, ModuleT
         assert row["lookup_ms"].keys() == row["training_ms"].keys() > {"packhorse"}
     text = host["report"].part({"embeddings": found}, "embeddings")
     assert "| 128 bfloat16 | Zipf 1.05 |" in text
+
+
+@pytest.fixture(scope="module")
+def trained(
+    host: dict[str, ModuleType], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """Trainings on a small graph, in this process."""
+    folder, rng = tmp_path_factory.mktemp("graph"), np.random.default_rng(0)
+    labels = rng.integers(0, 4, 300)
+    words = (rng.random((300, 64)) < 0.1 + 0.3 * (np.arange(64) % 4 == labels[:, None])).astype(
+        "f4"
+    )
+    host["training"].write_graph(folder, labels, rng.integers(0, 300, (2, 900)), [words])
+    settings = host["graphsage"].Settings(n_words=64, epochs=3, batch=32, n_tested=100)
+    threads = torch.get_num_threads()
+    try:
+        whole = [host["graphsage"].run(arm, folder, settings) for arm in host["training"].ARMS]
+        short = host["graphsage"].run("packed", folder, settings._replace(epochs=1, batches=2))
+    finally:
+        torch.set_num_threads(threads)
+    ended = {"killed": False}
+    runs = [
+        run | ended | {"arm": arm, "limited": False}
+        for arm, run in zip(host["training"].ARMS, whole, strict=True)
+    ]
+    runs.append(short | ended | {"arm": "packed", "limited": True})
+    runs.append({"arm": "plain", "limited": True, "killed": True})
+    host["training"].check_losses(runs)
+    known = {"n_nodes": 300, "n_edges": 900, "limit_nbytes": 10**9, "settings": {"n_words": 64}}
+    known["read_ahead_kib"] = host["files"].read_ahead_kib(folder)
+    return known | {"runs": runs}
+
+
+def test_trainings_have_the_same_losses_and_learn(trained: dict[str, Any]) -> None:
+    plain, packed, *_, short, killed = trained["runs"]
+    assert "losses" not in packed  # they were compared
+    assert np.mean(plain["losses"][-7:]) < 0.8 * np.mean(plain["losses"][:7])
+    assert plain["accuracy"] == packed["accuracy"] > 0.4
+    assert packed["features_nbytes"] < plain["features_nbytes"] == 4 * 300 * 64
+    assert [epoch["batches"] for epoch in packed["epochs"]] == [7, 7, 7]
+    assert short["epochs"][0]["batches"] == 2
+    assert 0 < packed["epochs"][0]["rows"] < packed["epochs"][0]["seconds"]
+    assert packed["own_nbytes"] > 10**6
+    assert "losses" not in killed
+
+
+def test_losses_that_differ_are_an_error(host: dict[str, ModuleType]) -> None:
+    runs = [
+        {"arm": name, "killed": False, "losses": losses}
+        for name, losses in {"plain": [1.0, 0.5], "packed": [1.0], "memmap": [1.5]}.items()
+    ]
+    with pytest.raises(AssertionError, match="memmap: losses differ from those of plain"):
+        host["training"].check_losses(runs)
+
+
+def test_parts_that_are_measured_apart_say_when(
+    host: dict[str, ModuleType], trained: dict[str, Any]
+) -> None:
+    conditions = dict.fromkeys(host["measure"].CONDITIONS, "") | {
+        "date": "2026-01-02", "versions": {"torch": "2"}, "load_before": 1.0, "load_after": 2.0,
+        "core_scaling": [1.0, 2.0],
+        "machine": dict.fromkeys(
+            ("cpu", "family_model_stepping", "cores", "memory_gib", "system", "python"), "?"
+        ),
+    }  # fmt: skip
+    kept = {"date": "2025-01-01", "ratios": [], "packing": ["older"], "training": ["older"]}
+    joined = host["measure"].join(kept, conditions | {"training": trained})
+    assert (joined["date"], joined["packing"]) == ("2025-01-01", ["older"])
+    text = host["report"].part(joined, "training")
+    assert "Measured on 2026-01-02" in text
+    assert "300 synsets, 900 relations" in text
+    assert "| plain | killed: out of memory |" in text
+    alone = joined | {"training": trained | {"limit_nbytes": None, "not_limited": "no rights"}}
+    assert "Not measured with a limit of memory: no rights." in host["report"].part(
+        alone, "training"
+    )
+
+
+def test_memory_is_limited(host: dict[str, ModuleType]) -> None:
+    limits = host["memory_limit"]
+    reason = limits.obstacle()
+    if reason is not None:
+        pytest.skip(reason)
+    code = (
+        "import sys; open(sys.argv[1], 'w').write('0')\n"
+        "kept = b'x' * (10 << 20); print('some', flush=True)\n"
+        "kept = b'x' * (200 << 20); print('too much')\n"
+    )
+    with limits.memory_limit(100 << 20) as group:
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(group.entrance)], capture_output=True, text=True
+        )
+        assert (done.returncode, done.stdout) == (-9, "some\n")
+        peak = group.peak_nbytes()
+        assert peak is None or 10 << 20 < peak <= 100 << 20
+    assert not group.entrance.exists()
 
 
 def test_wordnet_is_a_graph_with_bags_of_words(host: dict[str, ModuleType]) -> None:

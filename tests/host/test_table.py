@@ -1,7 +1,9 @@
 """Packed tables: rows come back bit for bit, from any source, and can be replaced."""
 
+import pickle
 import subprocess
 import sys
+from multiprocessing import get_context
 from pathlib import Path
 
 import ml_dtypes
@@ -10,7 +12,7 @@ import pytest
 import torch
 from host_samples import bf16_rows, equal_bits, ways_of_all_modes
 from safetensors.torch import save_file
-from table_samples import sparse_rows
+from table_samples import answer_from_table, sparse_rows
 
 import packhorse
 from packhorse.disk import Shelf
@@ -227,6 +229,38 @@ assert os.waitpid(child, 0)[1] == 0
 """
     for shared in (False, True):
         subprocess.run([sys.executable, "-c", script.format(shared=shared)], check=True, timeout=60)
+
+
+def test_a_spawned_worker_maps_the_memory() -> None:
+    """It sees rows that are replaced in place, and those that lay beside the table before."""
+    rows = bf16_rows().view(torch.int16).numpy()
+    table, context = pack_table(rows.view(ml_dtypes.bfloat16), shared=True), get_context("spawn")
+    rows[3] = 0x7000  # does not fit
+    table.update_([3], rows[3:4].view(ml_dtypes.bfloat16))
+    ours, theirs = context.Pipe()
+    worker = context.Process(target=answer_from_table, args=(theirs, table))
+    worker.start()
+    one, other = np.flatnonzero(~table._is_marked(np.arange(500)))[-2:]
+    for _ in range(2):
+        ours.send(np.arange(500))
+        np.testing.assert_array_equal(ours.recv(), rows)
+        rows[one] = rows[other]
+        table.update_([one], rows[[other]].view(ml_dtypes.bfloat16))
+        assert table.n_unpacked_rows == 1
+    ours.send(None)
+    worker.join(60)
+    assert worker.exitcode == 0
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_tables_are_pickled_for_spawned_workers_only(shared: bool) -> None:
+    table = pack_table(bf16_rows(), shared=shared)
+    with pytest.raises(TypeError, match="is not pickled, except for a process that is being"):
+        pickle.dumps(table)
+    if not shared:
+        worker = get_context("spawn").Process(target=len, args=(table,))
+        with pytest.raises(TypeError, match=r"pack_table\(\.\.\., shared=True\)"):
+            worker.start()
 
 
 def test_tables_are_described() -> None:

@@ -16,7 +16,7 @@ from tests.ptx.machine import Launch, run_grid
 from tests.ptx.memory import GlobalMemory
 from tests.ptx.program import parse
 
-from benchmarks.gpu.table_code import FORMATS
+from benchmarks.data.table_formats import FORMATS
 from packhorse.host.device_cost import instructions_of
 from packhorse.kernels.tables import kernel_of
 from packhorse.reference.tables import encode_table
@@ -42,7 +42,8 @@ SECTOR, LINE = 32, 128
 PROGRAM = """
 import json
 from dataclasses import asdict
-from benchmarks.gpu.table_code import FORMATS, compile_put, compile_table, counts
+from benchmarks.data.table_formats import FORMATS
+from benchmarks.gpu.table_code import compile_put, compile_table, counts
 from tests.samples.table_samples import named_tables
 tables = named_tables({n_rows}, {n_columns})
 formats = [tables[name][1] for name in {names!r}] + [FORMATS[name] for name in {wide!r}]

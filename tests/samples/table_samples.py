@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from multiprocessing.connection import Connection
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -12,6 +14,7 @@ from packhorse.reference.tables import TableArrays
 from packhorse.table_layout import TableFormat, TableMode
 
 __all__ = [
+    "answer_from_table",
     "broken_tables",
     "dense_formats",
     "float_rows",
@@ -193,3 +196,9 @@ def broken_tables(arrays: TableArrays, format: TableFormat) -> Iterator[tuple[st
     columns = arrays.exception_columns.copy()
     columns[first + 1] = columns[first]
     yield "ascend", arrays._replace(exception_columns=columns)
+
+
+def answer_from_table(connection: Connection, table: Any) -> None:
+    """Gathers rows of BF16 for another process, until it sends None."""
+    while (ids := connection.recv()) is not None:
+        connection.send(table.gather(ids).view(np.int16))

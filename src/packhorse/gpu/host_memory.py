@@ -13,6 +13,9 @@ mappings, and copies all pages of others.
 
 A fork would copy registered memory as a whole. So a child process does not get it, unless it was
 asked for with `shared=True`: `HostMemory` refuses, and old views end the child with SIGSEGV.
+
+Shared memory is a file without a name (memfd_create(2)), so that processes that are spawned can map
+it, too: a pickle for such a process has a descriptor of the file, and no bytes.
 """
 
 from __future__ import annotations
@@ -63,10 +66,14 @@ class _Mapping(mmap.mmap):
     """A mapping that undoes its registration before its memory goes away."""
 
     release: Callable[[], None] | None = None
+    descriptor: int | None = None  # of its file, which other processes can map
 
-    def __del__(self) -> None:
+    # At the end of the program, `os` may be gone.
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if self.release is not None:
             self.release()
+        if self.descriptor is not None:
+            close(self.descriptor)
 
 
 _not_inherited: WeakSet[_Mapping] = WeakSet()  # by forked processes
@@ -103,7 +110,13 @@ class HostMemory:
     ) -> None:
         self.nbytes, self.kind, self.node, self.notes = nbytes, kind, node, notes
         self._bytes: NDArray[np.uint8] = np.frombuffer(owner, np.uint8, nbytes, offset)
+        self._descriptor, self._offset = getattr(owner, "descriptor", None), offset
         self._pid = None if is_inherited else os.getpid()
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether forked processes get it."""
+        return self._pid is None
 
     @property
     def address(self) -> int:
@@ -158,10 +171,34 @@ class HostMemory:
     def __len__(self) -> int:
         return self.nbytes
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        from multiprocessing.context import get_spawning_popen
+
+        if get_spawning_popen() is None:
+            raise TypeError(
+                "memory of the host is not pickled, except for a process that is being spawned; "
+                "save what it was filled from"
+            )
+        if self._descriptor is None:
+            raise TypeError(
+                "a process that is spawned does not get this memory: allocate it with shared=True "
+                "(as in pack_table(..., shared=True)), or let workers fork, as in DataLoader(..., "
+                "multiprocessing_context='fork')"
+            )
+        from multiprocessing.reduction import DupFd  # where there are descriptors
+
+        return _attach, (DupFd(self._descriptor), self._offset, self.nbytes, self.node)
+
     def __repr__(self) -> str:
         place = "" if self.node is None else f", NUMA node {self.node}"
         notes = "".join(f"; {note}" for note in self.notes)
         return f"HostMemory({self.nbytes} bytes, {self.kind}{place}{notes})"
+
+
+def _attach(descriptor: Any, offset: int, nbytes: int, node: int | None) -> HostMemory:
+    """Memory of the process that has spawned this one; CUDA knows nothing of it here."""
+    mapping = _map_file(descriptor.detach())
+    return HostMemory(mapping, offset, nbytes, MemoryKind.PAGEABLE, node, (), is_inherited=True)
 
 
 class _DeviceView:
@@ -198,8 +235,8 @@ def host_memory(
             current device, if the program has imported PyTorch and there is a GPU.
         node: the NUMA node to bind the memory to; None for that of the GPU.
         huge_pages: whether to ask for pages of 2 MiB.
-        shared: whether forked processes, such as workers of a DataLoader, share the memory. Linux
-            gives shared memory huge pages only if `shmem_enabled` allows it.
+        shared: whether forked and spawned processes, such as workers of a DataLoader, share the
+            memory. Linux gives shared memory huge pages only if `shmem_enabled` allows it.
         threads: threads that touch the pages.
         runtime: how to reach CUDA; for tests.
 
@@ -276,8 +313,18 @@ def _map(
 def _new_mapping(nbytes: int, shared: bool) -> _Mapping:
     if not hasattr(mmap, "MAP_ANONYMOUS"):  # Windows, where no process forks
         return _Mapping(-1, nbytes)
+    if shared and hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("packhorse")
+        os.ftruncate(descriptor, nbytes)
+        return _map_file(descriptor)
     kind = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
     return _Mapping(-1, nbytes, flags=kind | mmap.MAP_ANONYMOUS)
+
+
+def _map_file(descriptor: int) -> _Mapping:
+    mapping = _Mapping(descriptor, 0)
+    mapping.descriptor = descriptor
+    return mapping
 
 
 @cache

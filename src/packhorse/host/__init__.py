@@ -4,7 +4,7 @@ memory; embeddings of PyTorch with such rows, which import PyTorch at first use.
 from typing import TYPE_CHECKING, Any
 
 from packhorse.codecs.table_plan import TableWay
-from packhorse.errors import MissingBackendError
+from packhorse.framework import resolve_framework
 from packhorse.gpu.host_memory import HostMemory, MemoryKind, host_memory
 from packhorse.host.files import load_table, load_tables, save_tables
 from packhorse.host.table import PackedTable, pack_table, plan_table
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     )
     from packhorse.host.hot_rows import HotRows
     from packhorse.host.row_optimizer import RowOptimizer
+    from packhorse.host.table_tensor import TableTensor
 
 __all__ = [
     "HostMemory",
@@ -28,6 +29,7 @@ __all__ = [
     "PackedEmbeddingBag",
     "PackedTable",
     "RowOptimizer",
+    "TableTensor",
     "TableWay",
     "host_memory",
     "load_table",
@@ -44,6 +46,7 @@ _MODULES = {  # those that need PyTorch
     "PackedEmbedding": "embedding",
     "PackedEmbeddingBag": "embedding",
     "RowOptimizer": "row_optimizer",
+    "TableTensor": "table_tensor",
     "pack_embedding_": "embedding",
     "unpack_embedding_": "embedding",
 }
@@ -52,11 +55,5 @@ _MODULES = {  # those that need PyTorch
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        return getattr(import_late(f"{__name__}.{_MODULES[name]}"), name)
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise MissingBackendError(
-            f"{name} needs PyTorch; install it with: pip install 'packhorse[torch]'"
-        ) from error
+    resolve_framework("pt")
+    return getattr(import_late(f"{__name__}.{_MODULES[name]}"), name)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from packhorse.host.device_gather import DeviceGathers
+    from packhorse.host.table_tensor import TableTensor
 
 __all__ = ["PackedTable", "is_on_device", "pack_table", "plan_table"]
 
@@ -221,6 +222,22 @@ class PackedTable:
             self._gathers.refresh(self._changed)
         return self._gathers
 
+    def as_tensor(self, device: torch.device | str = "cpu") -> TableTensor:
+        """This table as a tensor of PyTorch that stays packed, for code that takes rows out of a
+        tensor, such as `torch.nn.functional.embedding` and the loaders of PyTorch Geometric.
+
+        Args:
+            device: where rows are wanted: "cpu" or a CUDA device.
+
+        Raises:
+            CompatibilityError: PyTorch has no such dtype.
+            MissingBackendError: PyTorch is not installed.
+            ValueError: it is another kind of device.
+        """
+        resolve_framework("pt")
+        tensor: TableTensor = import_late("packhorse.host.table_tensor").TableTensor(self, device)
+        return tensor
+
     def update_(self, ids: Any, rows: Any) -> None:
         """Replaces rows. Those that the table's format holds are packed in place; others are kept
         plain beside it; `n_unpacked_rows` counts them.
@@ -296,6 +313,10 @@ class PackedTable:
         words = self._arrays.marks[numbers // 32]
         return (words >> (numbers % 32).astype(np.uint32) & 1).astype(bool)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        others = self._arrays[1:]  # than the rows, which lie in `memory`
+        return _attach, (self.dtype, self.way, self.memory, self.shape[0], others, self._changed)
+
     def __repr__(self) -> str:
         plain = self.shape[0] * self.way.format.row_nbytes
         ratio = plain / self.nbytes if self.nbytes else 1.0
@@ -340,7 +361,8 @@ def pack_table(
             rows have exceptions, because those are not replaced in place.
         device: the GPU that will gather, so that its rows lie in memory which it reads directly;
             "cpu" for none; None for PyTorch's current GPU, if there is one.
-        shared: whether forked processes, such as workers of a DataLoader, share the memory.
+        shared: whether forked and spawned processes, such as workers of a DataLoader, share the
+            memory of the rows.
         threads: threads to use; None for one per core, at most 8.
         progress: called with rows done and all rows, after each block.
 
@@ -357,14 +379,32 @@ def pack_table(
     n_threads = resolve_threads(threads)
     nbytes = max(rows.n_rows * way.format.stride, 1)
     memory = host_memory(nbytes, device=device, shared=shared, threads=n_threads)
-    packed = memory.numpy()[: rows.n_rows * way.format.stride]
-    packed = packed.reshape(rows.n_rows, way.format.stride)
+    packed = _rows_in(memory, rows.n_rows, way)
     packer = TablePacker(way.format, packed, threads=n_threads)
     for block in rows.blocks():
         packer.add(np.ascontiguousarray(block))
         if progress is not None:
             progress(rows.n_rows - packer.n_rows_left, rows.n_rows)
     return PackedTable(rows.dtype, way, packer.finish(), memory)
+
+
+def _rows_in(memory: HostMemory, n_rows: int, way: TableWay) -> _Bytes:
+    stride = way.format.stride
+    return memory.numpy()[: n_rows * stride].reshape(n_rows, stride)
+
+
+def _attach(
+    dtype: str,
+    way: TableWay,
+    memory: HostMemory,
+    n_rows: int,
+    others: tuple[Any, ...],
+    changed: ChangedRows,
+) -> PackedTable:
+    """A table of the process that has spawned this one."""
+    table = PackedTable(dtype, way, TableArrays(_rows_in(memory, n_rows, way), *others), memory)
+    table._changed = changed
+    return table
 
 
 def _threads_for(rows: _Bytes, threads: int | None) -> int:
