@@ -175,6 +175,7 @@ LAYERS = {
     "h5py": 6,
     "lightning": 6,
     "torchrec": 6,
+    "lmcache": 6,
     "numcodecs": 6,
     "transformers": 6,
     "zarr": 6,

@@ -57,6 +57,7 @@ THIRD_PARTY = {
     "integrations": {"torch"},
     "integrations.elements": {"ml_dtypes", "numpy"},
     "integrations.hdf5": {"h5py", "numpy"},
+    "integrations.lmcache": {"lmcache", "numpy", "torch"},
     "integrations.numcodecs": {"numcodecs", "numpy"},
     "integrations.torchrec": {"numpy", "torch", "torchrec"},
     "integrations.transformers": {"accelerate", "numpy", "safetensors", "torch", "transformers"},

@@ -91,11 +91,9 @@ def choose_page_format(pages: _Words, dtype: str) -> PageFormat:
     _, n_heads, n_tokens, head_dim = pages.shape
     n_columns = head_dim * _tokens_of_row(n_tokens, head_dim)
     n_rows = n_heads * n_tokens * head_dim // n_columns
-    rows = pages.reshape(-1, n_columns)
-    step = -(-len(rows) * n_columns // _SAMPLE_ELEMENTS)
     ways = [
         way
-        for way in list_ways(rows[::step], dtype)
+        for way in list_ways(_sample(pages, n_columns), dtype)
         if way.format.mode in (TableMode.RAW, TableMode.DENSE)
     ]
     n_spare = _SPARE_PLACES + int(n_rows * n_columns * _SPARE_SHARE)
@@ -105,6 +103,17 @@ def choose_page_format(pages: _Words, dtype: str) -> PageFormat:
         formats.append(PageFormat(way.format, n_rows, int(2 * mean) + n_spare))
     best = min(formats, key=lambda format: format.slot_nbytes)
     return best if best.slot_nbytes < _MOST_SHARE * best.plain_nbytes else formats[0]
+
+
+def _sample(pages: _Words, n_columns: int) -> _Words:
+    """Rows of tokens and heads by chance, because heads and sequences differ."""
+    vectors = pages.reshape(-1, pages.shape[3])
+    n = len(vectors)
+    wanted = max(_SAMPLE_ELEMENTS, n_columns) // pages.shape[3]
+    if n > wanted:
+        vectors = vectors[np.random.default_rng(0).choice(n, wanted, replace=False)]
+    n_whole = vectors.size // n_columns * n_columns
+    return vectors.reshape(-1)[:n_whole].reshape(-1, n_columns)
 
 
 def _tokens_of_row(n_tokens: int, head_dim: int) -> int:
@@ -377,6 +386,8 @@ class PackedPages:
 
     def plain_pages(self, numbers: _Numbers) -> list[tuple[int, int, _Words]]:
         """The pages of the plain pool: sequence, place in it, elements."""
+        if numbers.size == 0 or numbers.min() >= 0:
+            return []
         found = np.argwhere(numbers < 0).tolist()
         pages = [(i, j, self._plain[-1 - int(numbers[i, j])]) for i, j in found]
         return [(i, j, page) for i, j, page in pages if page is not None]
