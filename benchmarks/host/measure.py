@@ -1,8 +1,8 @@
 """Measure tables in host memory: `python benchmarks/run.py host`.
 
 For each table: what packing takes and what a fetch of a row touches, beside Invariant Bit Packing;
-how fast rows are gathered on the CPU, beside PyTorch and NumPy; how fast they are packed. It takes
-some minutes, and needs `make data`.
+how fast rows are gathered on the CPU, beside PyTorch and NumPy; how fast they are packed; and the
+keys and values of real models. It takes some minutes, and needs `make data`.
 
 With `--write` the figures are kept in `benchmarks/results/host.json` and make
 `docs/benchmarks_host.md`; `--render` only makes the document again.
@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.codecs import peers
 from benchmarks.common import figures
 from benchmarks.common.process import code_path
-from benchmarks.host import gathers, packing, ratios, report, tables
+from benchmarks.host import gathers, kv, packing, ratios, report, tables
 
 __all__ = ["MODE", "main"]
 
@@ -25,7 +25,7 @@ MODE = "host"
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "host.json"
 DOCUMENT = ROOT / "docs" / "benchmarks_host.md"
-PARTS = ("ratios", "gathers", "packing")
+PARTS = ("ratios", "gathers", "packing", "kv")
 THREADS = (1, 2)
 PACKAGES = ("packhorse", "numpy", "torch")
 
@@ -71,7 +71,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         **figures.begin(),
         **{part: [] for part in args.part},
     }
-    for table in tables.make(args.table):
+    for table in tables.make(args.table) if set(args.part) - {"kv"} else ():
         if "ratios" in args.part:
             result["ratios"].append(ratios.measure(table))
         if "gathers" in args.part:
@@ -80,6 +80,8 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         if "packing" in args.part:
             result["packing"].append(packing.measure(table))
         print(f"measured: {table.name}", flush=True)
+    if "kv" in args.part:
+        result["kv"] = kv.measure()
     figures.end(result)
     for part in args.part:
         print(f"\n{report.part(result, part)}\n")

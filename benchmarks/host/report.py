@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.common import figures
+from benchmarks.host import kv
 
 __all__ = ["document", "part", "targets"]
 
@@ -32,11 +33,12 @@ hand.
 
 
 def part(result: Result, name: str) -> str:
-    """The section of one part of a run: "ratios", "gathers" or "packing"."""
+    """The section of one part of a run: "ratios", "gathers", "packing" or "kv"."""
     title, text = {
         "ratios": ("What a fetch of a row touches", _ratios),
         "gathers": ("Gathers on the CPU", _gathers),
         "packing": ("Packing", _packing),
+        "kv": ("Keys and values", kv.section),
     }[name]
     found = result.get(name)
     return f"## {title}\n\n{text(found) if found else 'Not in this run.'}"
@@ -48,7 +50,11 @@ def document(result: Result) -> str:
         INTRODUCTION,
         f"## Machine\n\n{figures.conditions(result)}\n",
         f"## Targets\n\n{targets(result)}\n",
-        *(f"{part(result, name)}\n" for name in ("ratios", "gathers", "packing")),
+        *(
+            f"{part(result, name)}\n"
+            for name in ("ratios", "gathers", "packing", "kv")
+            if name in result
+        ),
     ]
     return "\n".join(parts)
 

@@ -14,7 +14,7 @@ from table_samples import float_rows, sparse_rows
 @pytest.fixture(scope="module")
 def host() -> Iterator[dict[str, ModuleType]]:
     """The modules of benchmarks/host."""
-    names = ("gathers", "measure", "packing", "ratios", "report", "tables")
+    names = ("gathers", "kv", "measure", "packing", "ratios", "report", "tables")
     with import_afresh("data.wordnet", *(f"host.{name}" for name in names)) as modules:
         yield {name.rpartition(".")[2]: module for name, module in modules.items()}
 
@@ -48,6 +48,20 @@ def test_tables_are_measured_beside_their_rivals(result: dict[str, Any]) -> None
         "larger than the cache",
     }
     assert all(line["gbps"][name] > 0 for line in result["gathers"] for name in line["gbps"])
+
+
+def test_keys_and_values_are_measured(host: dict[str, ModuleType]) -> None:
+    kv = host["kv"]
+    kv.N_SEQUENCES, kv.ROUNDS, kv.LENGTHS, kv.DTYPES = 1, 1, (70,), kv.DTYPES[:1]
+    found = kv.measure()
+    pages = {row["dtype"]: row for row in found["pages"] if row["model"] == "MiniLM"}
+    assert 1.28 < pages["BF16"]["ratio"] < 1.33
+    assert pages["BF16"]["refused"] == 0
+    frames = {(row["dtype"], row["level"]): row["ratio"] for row in found["frames"]}
+    assert frames["BF16", "default"] > 1.47 > frames["BF16", "fast"] > 1.4
+    text = host["report"].part({"kv": found}, "kv")
+    assert "| MiniLM | BF16 | 1.3" in text
+    assert "| 70 |" in text
 
 
 def test_the_document_shows_targets_and_losses(

@@ -102,7 +102,7 @@ def test_a_store_with_a_room_refuses_more_tokens() -> None:
     assert store.room == PageRoom(n_slots=2, n_plain=1)
     nbytes = store.size.host_nbytes
     for new in ((odd, keys), (keys, odd)):
-        with pytest.raises(MemoryError, match="0 of 2 free slots take one, and 1 place"):
+        with pytest.raises(MemoryError, match="0 of 2 free slots take one, and 0 places"):
             store.append(*new)
         check(store, keys, keys)
     assert store.room == PageRoom(n_slots=2, n_plain=1)

@@ -310,17 +310,36 @@ class _States:
 
     def append(self, states: Tensor) -> None:
         size = self._page_tokens
-        states = torch.cat([self.tail, states], 2)
+        n_missing = min(size - self.tail.shape[2], states.shape[2])
+        if self.tail.shape[2]:
+            # Only the page that the tail begins is joined; a long prompt is not copied for it.
+            begun = torch.cat([self.tail, states[:, :, :n_missing]], 2)
+            states = states[:, :, n_missing:]
+        else:
+            begun = states[:, :, :0]
         n_full = states.shape[2] // size
-        if n_full:
-            n, heads, _, head_dim = states.shape
-            full = states[:, :, : n_full * size].reshape(n, heads, n_full, size, head_dim)
-            words = _words_of(full.transpose(1, 2).reshape(n * n_full, heads, size, head_dim))
-            if self.pages is None:
-                self.pages = self._new_pages(words)
-            new = self.pages.add(words).reshape(n, n_full)
-            self._numbers = np.concatenate([self._numbers, new], 1)
-        self.tail = states[:, :, n_full * size :].clone()
+        parts = [begun] if begun.shape[2] == size else []
+        parts += [states[:, :, : n_full * size]] if n_full else []
+        numbers = [self._numbers]
+        try:
+            for part in parts:
+                numbers.append(self._add_pages(part))
+        except MemoryError:
+            for new in numbers[1:]:
+                self._release(new)
+            raise
+        self._numbers = np.concatenate(numbers, 1)
+        self.tail = begun if begun.shape[2] % size else states[:, :, n_full * size :].clone()
+
+    def _add_pages(self, states: Tensor) -> NDArray[np.int64]:
+        """The numbers of new pages: (sequences, pages)."""
+        n, heads, _, head_dim = states.shape
+        size = self._page_tokens
+        pages = states.reshape(n, heads, -1, size, head_dim).transpose(1, 2)
+        words = _words_of(pages.reshape(-1, heads, size, head_dim))
+        if self.pages is None:
+            self.pages = self._new_pages(words)
+        return self.pages.add(words).reshape(n, -1)
 
     def _new_pages(self, words: _Words) -> PackedPages:
         _, heads, size, head_dim = words.shape

@@ -34,7 +34,7 @@ _Words = NDArray[np.unsignedinteger[Any]]
 _Numbers = NDArray[np.int64]
 
 _ROW_COLUMNS = 1024  # of a packed row, about; longer ones are not decoded faster
-_SAMPLE_ELEMENTS = 1 << 16
+_SAMPLE_ELEMENTS = 1 << 15
 # A slot holds twice the exceptions of the sample, this share of all elements and some more, because
 # later tokens are not like the first ones.
 _SPARE_SHARE = 1 / 256
