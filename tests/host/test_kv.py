@@ -143,7 +143,7 @@ def test_kernels_read_pages() -> None:
     usual[3, 1, 5:7, 30:] *= 2.0**-60
     words = torch.cat([usual, odd_bits(1, *shape)]).view(torch.int16).numpy()
     pages = words.view(np.uint16)
-    format = choose_page_format(pages[:5], "BF16")
+    format = choose_page_format(pages[:5].reshape(-1, 32), "BF16", shape)
     assert format.rows.mode is TableMode.DENSE
     held = PackedPages(format, shape)
     numbers = held.add(pages).reshape(2, 3)

@@ -10,6 +10,7 @@ Sequences are reordered, repeated and dropped by changing who holds which page.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from packhorse.host.kv_device import read_on_device
-from packhorse.host.kv_pages import PackedPages, PageRoom, choose_page_format
+from packhorse.host.kv_pages import SAMPLE_ELEMENTS, PackedPages, PageRoom, choose_page_format
 from packhorse.torch_dtypes import NAMES
 
 __all__ = ["KVStore", "StoreSize", "WorkingMemory"]
@@ -28,6 +29,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN_SHARE = 16  # of the slots: so many more places are for pages that no slot takes
 _SPARE = 8  # working memory is allocated larger by this part, since sequences grow
 _ALIGNMENT = 64  # bytes
+_PIECE_ELEMENTS = 1 << 20  # are packed at once, so that they stay in the cache
 
 
 class StoreSize(NamedTuple):
@@ -317,37 +319,54 @@ class _States:
             states = states[:, :, n_missing:]
         else:
             begun = states[:, :, :0]
-        n_full = states.shape[2] // size
-        parts = [begun] if begun.shape[2] == size else []
-        parts += [states[:, :, : n_full * size]] if n_full else []
-        numbers = [self._numbers]
+        n_full = states.shape[2] // size * size
+        whole = [begun] if begun.shape[2] == size else []
+        whole += [states[:, :, :n_full]] if n_full else []
+        if whole:
+            self._numbers = np.concatenate([self._numbers, self._add_pages(whole)], 1)
+        self.tail = begun if begun.shape[2] % size else states[:, :, n_full:].clone()
+
+    def _add_pages(self, whole: list[Tensor]) -> NDArray[np.int64]:
+        """The numbers of new pages of each sequence: (sequences, pages).
+
+        Args:
+            whole: tokens of whole pages.
+        """
+        n, heads, _, head_dim = self.tail.shape
+        size = self._page_tokens
+        if self.pages is None:
+            self.pages = self._new_pages(whole[-1])
+        self.pages.reserve(n * sum(states.shape[2] for states in whole) // size)
+        step = max(_PIECE_ELEMENTS // (n * heads * head_dim * size or 1), 1) * size
+        numbers: list[NDArray[np.int64]] = []
         try:
-            for part in parts:
-                numbers.append(self._add_pages(part))
+            for states, start in (
+                (each, i) for each in whole for i in range(0, each.shape[2], step)
+            ):
+                piece = states[:, :, start : start + step]
+                pages = piece.reshape(n, heads, -1, size, head_dim).transpose(1, 2)
+                words = _words_of(pages.reshape(-1, heads, size, head_dim))
+                numbers.append(self.pages.add(words).reshape(n, -1))
         except MemoryError:
-            for new in numbers[1:]:
+            for new in numbers:
                 self._release(new)
             raise
-        self._numbers = np.concatenate(numbers, 1)
-        self.tail = begun if begun.shape[2] % size else states[:, :, n_full * size :].clone()
+        return np.concatenate(numbers, 1)
 
-    def _add_pages(self, states: Tensor) -> NDArray[np.int64]:
-        """The numbers of new pages: (sequences, pages)."""
-        n, heads, _, head_dim = states.shape
-        size = self._page_tokens
-        pages = states.reshape(n, heads, -1, size, head_dim).transpose(1, 2)
-        words = _words_of(pages.reshape(-1, heads, size, head_dim))
-        if self.pages is None:
-            self.pages = self._new_pages(words)
-        return self.pages.add(words).reshape(n, -1)
-
-    def _new_pages(self, words: _Words) -> PackedPages:
-        _, heads, size, head_dim = words.shape
+    def _new_pages(self, states: Tensor) -> PackedPages:
+        n, heads, n_tokens, head_dim = states.shape
+        shape = (heads, self._page_tokens, head_dim)
+        choose = torch.Generator().manual_seed(0)
+        drawn = [
+            torch.randint(size, (-(-SAMPLE_ELEMENTS // head_dim),), generator=choose)
+            for size in (n, heads, n_tokens)
+        ]
+        sample = _words_of(states[tuple(each.to(states.device) for each in drawn)])
         return PackedPages(
-            choose_page_format(words, NAMES[self.tail.dtype]),
-            (heads, size, head_dim),
+            choose_page_format(sample, NAMES[states.dtype], shape),
+            shape,
             room=self._room,
-            device=self.tail.device,
+            device=states.device,
             threads=self._threads,
         )
 
@@ -395,6 +414,12 @@ class _States:
             self._read_pages(dropped[:, :1], page)
         self._release(dropped)
         self._numbers, self.tail = self._numbers[:, :n_whole].copy(), page[:, :, :rest].clone()
+
+
+def _pieces(whole: list[Tensor], step: int) -> Iterator[Tensor]:
+    for states in whole:
+        for start in range(0, states.shape[2], step):
+            yield states[:, :, start : start + step]
 
 
 def _words_of(states: Tensor) -> _Words:

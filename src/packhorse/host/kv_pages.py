@@ -28,20 +28,19 @@ from packhorse.table_layout import TableFormat, TableMode
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PackedPages", "PageFormat", "PageRoom", "choose_page_format"]
+__all__ = ["SAMPLE_ELEMENTS", "PackedPages", "PageFormat", "PageRoom", "choose_page_format"]
 
 _Words = NDArray[np.unsignedinteger[Any]]
 _Numbers = NDArray[np.int64]
 
 _ROW_COLUMNS = 1024  # of a packed row, about; longer ones are not decoded faster
-_SAMPLE_ELEMENTS = 1 << 15
+SAMPLE_ELEMENTS = 1 << 15  # a packed row never has more
 # A slot holds twice the exceptions of the sample, this share of all elements and some more, because
 # later tokens are not like the first ones.
 _SPARE_SHARE = 1 / 256
 _SPARE_PLACES = 8
 _MOST_SHARE = 0.92  # of the plain bytes: a slot that saves less is not worth the decoding
 _GROWTH = 16  # a store that is full grows by this part of itself
-_PIECE_ELEMENTS = 1 << 23  # are packed at once
 
 
 class PageFormat(NamedTuple):
@@ -80,21 +79,22 @@ class PageRoom(NamedTuple):
     n_plain: int
 
 
-def choose_page_format(pages: _Words, dtype: str) -> PageFormat:
+def choose_page_format(sample: _Words, dtype: str, shape: tuple[int, int, int]) -> PageFormat:
     """The format with the smallest slots.
 
     Args:
-        pages: the first pages, (n, heads, tokens, size of a head), C-contiguous, as unsigned
-            integers of their elements.
+        sample: tokens and heads by chance, since heads and sequences differ: (any number, size of
+            a head), `SAMPLE_ELEMENTS` elements or more, as unsigned integers.
         dtype: safetensors' name of their dtype.
+        shape: of a page: heads, tokens, size of a head.
     """
-    _, n_heads, n_tokens, head_dim = pages.shape
+    n_heads, n_tokens, head_dim = shape
     n_columns = head_dim * _tokens_of_row(n_tokens, head_dim)
     n_rows = n_heads * n_tokens * head_dim // n_columns
+    n_sampled = sample.size // n_columns * n_columns
+    rows = sample.reshape(-1)[:n_sampled].reshape(-1, n_columns)
     ways = [
-        way
-        for way in list_ways(_sample(pages, n_columns), dtype)
-        if way.format.mode in (TableMode.RAW, TableMode.DENSE)
+        way for way in list_ways(rows, dtype) if way.format.mode in (TableMode.RAW, TableMode.DENSE)
     ]
     n_spare = _SPARE_PLACES + int(n_rows * n_columns * _SPARE_SHARE)
     formats = [PageFormat(ways[0].format, n_rows, 0)]
@@ -105,20 +105,11 @@ def choose_page_format(pages: _Words, dtype: str) -> PageFormat:
     return best if best.slot_nbytes < _MOST_SHARE * best.plain_nbytes else formats[0]
 
 
-def _sample(pages: _Words, n_columns: int) -> _Words:
-    """Rows of tokens and heads by chance, because heads and sequences differ."""
-    vectors = pages.reshape(-1, pages.shape[3])
-    n = len(vectors)
-    wanted = max(_SAMPLE_ELEMENTS, n_columns) // pages.shape[3]
-    if n > wanted:
-        vectors = vectors[np.random.default_rng(0).choice(n, wanted, replace=False)]
-    n_whole = vectors.size // n_columns * n_columns
-    return vectors.reshape(-1)[:n_whole].reshape(-1, n_columns)
-
-
 def _tokens_of_row(n_tokens: int, head_dim: int) -> int:
     """Tokens of one head that a packed row holds: a divisor of the page's tokens."""
-    fitting = [n for n in range(1, n_tokens + 1) if n_tokens % n == 0 and n * head_dim <= 65536]
+    fitting = [
+        n for n in range(1, n_tokens + 1) if n_tokens % n == 0 and n * head_dim <= SAMPLE_ELEMENTS
+    ]
     return min(fitting, key=lambda n: abs(n * head_dim - _ROW_COLUMNS))
 
 
@@ -225,6 +216,14 @@ class PackedPages:
         """Where the slots lie; None before the first one."""
         return self._slots.memory
 
+    def reserve(self, n: int) -> None:
+        """Lets memory that may grow grow at once, for n slots more."""
+        n_missing = n - len(self._free_slots)
+        if self._grows and n_missing > 0:
+            first = self._slots.n
+            self._slots.resize(first + max(n_missing, first // _GROWTH))
+            self._free_slots[:0] = range(first, self._slots.n)[::-1]
+
     def add(self, pages: _Words) -> _Numbers:
         """Stores pages, each with one holder.
 
@@ -237,17 +236,6 @@ class PackedPages:
         Raises:
             MemoryError: there is no memory left. Nothing was stored.
         """
-        step = max(1, _PIECE_ELEMENTS // (pages[0].size or 1)) if len(pages) else 1
-        done: list[_Numbers] = []
-        try:
-            for start in range(0, len(pages), step):
-                done.append(self._add(pages[start : start + step]))
-        except MemoryError:
-            self.release(number for part in done for number in part.tolist())
-            raise
-        return np.concatenate([np.empty(0, np.int64), *done])
-
-    def _add(self, pages: _Words) -> _Numbers:
         format = self.format
         plain = pages.reshape(len(pages) * format.n_rows, -1).view(np.uint8)
         packed = np.empty((len(plain), format.rows.stride), np.uint8)
@@ -278,8 +266,9 @@ class PackedPages:
     def _take(self, fits: NDArray[np.bool_]) -> _Numbers:
         """Numbers for new pages; a page that fits goes to the plain pool if no slot is left."""
         n_slots = int(np.count_nonzero(fits))
+        self.reserve(n_slots)
         if self._grows:
-            self._grow(n_slots, len(fits) - n_slots)
+            self._grow_plain(len(fits) - n_slots)
         n_slots = min(n_slots, len(self._free_slots))
         n_plain = len(fits) - n_slots
         if n_plain > len(self._free_plain):
@@ -297,12 +286,7 @@ class PackedPages:
         self._holders.update(numbers)
         return np.array(numbers, np.int64)
 
-    def _grow(self, n_slots: int, n_plain: int) -> None:
-        n_missing = n_slots - len(self._free_slots)
-        if n_missing > 0:
-            first = self._slots.n
-            self._slots.resize(first + max(n_missing, first // _GROWTH))
-            self._free_slots[:0] = range(first, self._slots.n)[::-1]
+    def _grow_plain(self, n_plain: int) -> None:
         for _ in range(n_plain - len(self._free_plain)):
             self._free_plain.append(len(self._plain))
             self._plain.append(None)
