@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from packhorse.host.kv import KVStore, WorkingMemory
-from packhorse.host.kv_device import read_on_device
+from packhorse.host.kv_device import DevicePages
 from packhorse.host.kv_pages import PackedPages, PageRoom, choose_page_format
 from packhorse.table_layout import TableMode
 
@@ -150,6 +150,15 @@ def test_kernels_read_pages() -> None:
     assert (numbers < 0).sum() == 1
     assert held.exceptions(numbers, (2, 2, 64, 32))[0].size > 0
     out = torch.zeros(2, 2, 64, 32, dtype=torch.int16)
-    read_on_device(held, numbers, out)
+    plan = DevicePages(held, numbers, out)
+    plan.read_into(out)
     wanted = words.reshape(2, 3, *shape).transpose(0, 2, 1, 3, 4).reshape(2, 2, 48, 32)
     np.testing.assert_array_equal(out[:, :, :48].numpy(), wanted)
+    again = torch.zeros_like(out)
+    plan.read_into(again)
+    assert torch.equal(again[:, :, :48], out[:, :, :48])
+    assert plan.suits(held, numbers, again)
+    assert not plan.suits(held, numbers.copy(), out)
+    assert not plan.suits(held, numbers, out[:, :, :48])
+    held.reserve(100)
+    assert not plan.suits(held, numbers, out)  # the slots lie elsewhere now

@@ -11,16 +11,19 @@ Sequences are reordered, repeated and dropped by changing who holds which page.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from packhorse.host.kv_device import read_on_device
 from packhorse.host.kv_pages import SAMPLE_ELEMENTS, PackedPages, PageRoom, choose_page_format
+from packhorse.late_import import import_late
 from packhorse.torch_dtypes import NAMES
+
+if TYPE_CHECKING:
+    from packhorse.host.kv_device import DevicePages
 
 __all__ = ["KVStore", "StoreSize", "WorkingMemory"]
 
@@ -252,6 +255,7 @@ class _States:
     ) -> None:
         self._page_tokens, self._room, self._threads = page_tokens, room, threads
         self.pages: PackedPages | None = None
+        self._device_pages: DevicePages | None = None
         self.tail = first[:, :, :0]
         self._numbers = np.empty((len(first), 0), np.int64)
 
@@ -388,8 +392,12 @@ class _States:
         if out.device.type == "cpu":
             dst = words.numpy()
             self.pages.read_into(numbers, dst.view(f"u{dst.itemsize}"))
-        else:
-            read_on_device(self.pages, numbers, words)
+            return
+        held = self._device_pages
+        if held is None or not held.suits(self.pages, numbers, words):
+            kernels = import_late("packhorse.host.kv_device")  # needs Triton
+            held = self._device_pages = kernels.DevicePages(self.pages, numbers, words)
+        held.read_into(words)
 
     def select(self, sequences: Tensor) -> None:
         chosen = sequences.to(self.tail.device)
