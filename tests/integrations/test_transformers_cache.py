@@ -2,7 +2,8 @@
 
 import copy
 import warnings
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -113,6 +114,7 @@ def test_a_prompt_is_used_again(models: dict[str, Any]) -> None:
     prompt = PackedHostCache(page_tokens=16)
     with torch.inference_mode():
         model(ids[:, :40], past_key_values=prompt)
+    prompt.layers[0].prefetch()
     n_pages = prompt.report().size.n_pages
     for stop in (50, 57):
         cache = copy.deepcopy(prompt)
@@ -131,7 +133,7 @@ def new_states(n: int, n_tokens: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_layer_does_what_the_plain_layer_does(seed: int) -> None:
     """Random calls, two packed layers that share working memory, unpacked ahead or not."""
-    memory = WorkingMemory()
+    memory = WorkingMemory(1 + seed % 2)
     packed = [PackedHostLayer(memory, page_tokens=8) for _ in range(2)]
     plain = [DynamicLayer(), DynamicLayer()]
     choose = torch.Generator().manual_seed(seed)
@@ -180,7 +182,7 @@ def test_a_layer_does_what_the_plain_layer_does(seed: int) -> None:
 
 
 def test_what_was_unpacked_ahead_is_used_while_it_is_there() -> None:
-    memory = WorkingMemory()
+    memory = WorkingMemory(2)
     layers = [PackedHostLayer(memory, page_tokens=8) for _ in range(3)]
     for layer in layers:
         layer.update(new_states(1, 20, 0), new_states(1, 20, 1))
@@ -193,6 +195,48 @@ def test_what_was_unpacked_ahead_is_used_while_it_is_there() -> None:
     keys, _ = layers[0].update(new_states(1, 1, 4), new_states(1, 1, 5))
     assert memory.n_taken == 5  # two others came after it, so it was unpacked again
     assert torch.equal(keys[:, :, -1:], new_states(1, 1, 4))
+
+
+class OnGPU(torch.Tensor):
+    """Says that it is in the memory of a GPU."""
+
+    is_cuda = True
+
+
+class Stream:
+    """A stream that notes what it waits for."""
+
+    waits: ClassVar[list[tuple["Stream", "Stream"]]] = []
+
+    def __init__(self, device: object = None) -> None:
+        pass
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.waits.append((self, other))
+
+
+def test_on_a_gpu_the_next_layer_is_unpacked_while_one_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With streams that do their work at once."""
+    current, memory = Stream(), Stream()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: memory)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    Stream.waits.clear()
+    cache, plain = PackedHostCache(page_tokens=8), DynamicCache()
+    for step, n_tokens in enumerate([20, 1, 1, 3, 1]):
+        for number in range(3):
+            states = new_states(2, n_tokens, step), new_states(2, n_tokens, step + 50)
+            found = cache.update(*(each.as_subclass(OnGPU) for each in states), number)
+            assert all(map(torch.equal, found, plain.update(*states, number)))
+    # The second token's first layer was not read ahead; each layer reads the next one.
+    assert cache._memory.n_taken == 1 + 4 * 3
+    assert Stream.waits[:4] == [(current, memory)] * 4
+    assert Stream.waits[4:] == [(memory, current), (current, memory)] * 11 + [(memory, current)]
+    copied = copy.deepcopy(cache)
+    assert copied._stream is None
+    assert torch.equal(copied.layers[2].keys, plain.layers[2].keys)
 
 
 def test_what_it_cannot_do_is_refused(models: dict[str, Any]) -> None:

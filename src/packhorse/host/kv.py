@@ -2,8 +2,7 @@
 
 Only new tokens go down, and once: the newest ones stay plain where the model computes until they
 fill a page; then the page is packed, and never moves again. `read` unpacks all pages to working
-memory that the stores of all layers share, two buffers in turn: while a layer computes with one,
-the next layer can be unpacked into the other.
+memory, which the stores of all layers share.
 
 Sequences are reordered, repeated and dropped by changing who holds which page.
 """
@@ -54,33 +53,40 @@ class StoreSize(NamedTuple):
 
 
 class WorkingMemory:
-    """Two buffers that the layers of a cache use in turn.
+    """Buffers that the layers of a cache use in turn.
 
-    What was returned for a layer is overwritten after two more layers; so its caller must be done
-    with it by then.
+    What was returned for a layer is overwritten when as many other layers are read.
+
+    Attributes:
+        n_buffers: two if one layer is unpacked while another computes, otherwise one.
+        n_taken: how often a buffer was taken.
     """
 
-    def __init__(self) -> None:
-        self._buffers: list[Tensor | None] = [None, None]
-        self.n_taken = 0
+    def __init__(self, n_buffers: int = 1) -> None:
+        self._buffers: list[Tensor] = []  # the next one first
+        self.n_buffers, self.n_taken = n_buffers, 0
 
     def __deepcopy__(self, memo: object) -> WorkingMemory:
-        return WorkingMemory()  # the content of working memory is nobody's
+        return WorkingMemory(self.n_buffers)  # the content of working memory is nobody's
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both buffers."""
-        return sum(buffer.nbytes for buffer in self._buffers if buffer is not None)
+        """Bytes of the buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers)
 
     def take(self, nbytes: int, device: torch.device) -> Tensor:
         """The buffer whose turn it is: uint8, (nbytes,), of any content."""
-        held = self._buffers.pop(0)
+        held = self._buffers.pop(0) if len(self._buffers) == self.n_buffers else None
         if held is None or held.nbytes < nbytes or held.device != device:
             with torch.inference_mode(False):  # or it could not be written to outside of that mode
                 held = torch.empty(nbytes + nbytes // _SPARE, dtype=torch.uint8, device=device)
         self._buffers.append(held)
         self.n_taken += 1
         return held[:nbytes]
+
+    def holds(self, turn: int) -> bool:
+        """Whether what was written at a turn is still there: at the time when `n_taken` was so."""
+        return self.n_taken - turn < len(self._buffers)
 
 
 class KVStore:
@@ -192,7 +198,7 @@ class KVStore:
 
         Returns:
             Keys and values, (sequences, heads, tokens + n_more, size of a head). They are views of
-            `memory`: valid until it was used twice more.
+            `memory`, which others overwrite.
 
         Raises:
             ValueError: the store is empty.

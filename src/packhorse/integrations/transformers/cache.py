@@ -79,6 +79,10 @@ class PackedHostLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self._ahead: tuple[Tensor, Tensor, int] | None = None
         super().__init__()  # type: ignore[no-untyped-call]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For `copy.deepcopy`: the content of working memory is not copied."""
+        return self.__dict__ | {"_ahead": None}
+
     def _read_keys(self) -> Tensor | None:
         return self.store.read(WorkingMemory())[0] if self.store.n_tokens else None
 
@@ -105,8 +109,8 @@ class PackedHostLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """Stores new tokens.
 
         Returns:
-            All keys and values. Those of layers after the first call are views of working memory,
-            which two more layers overwrite.
+            All keys and values: from the second call on views of working memory, which the next
+            layers overwrite.
 
         Raises:
             MemoryError: `room_tokens` are used up. The layer is as it was.
@@ -133,7 +137,7 @@ class PackedHostLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def _take_ahead(self, n_tokens: int) -> tuple[Tensor, Tensor] | None:
         """What `prefetch` has unpacked, if it is there still and has room for so many tokens."""
         ahead, self._ahead = self._ahead, None
-        if ahead is None or self._memory.n_taken - ahead[2] > 1 or ahead[0].shape[2] < n_tokens:
+        if ahead is None or not self._memory.holds(ahead[2]) or ahead[0].shape[2] < n_tokens:
             return None
         return ahead[0][:, :, :n_tokens], ahead[1][:, :, :n_tokens]
 
@@ -257,6 +261,10 @@ class PackedHostCache(Cache):
             ]
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For `copy.deepcopy`: each cache has a stream of its own."""
+        return self.__dict__ | {"_stream": None}
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -272,19 +280,25 @@ class PackedHostCache(Cache):
             return found
         if self._stream is None:
             self._stream = torch.cuda.Stream(key_states.device)  # type: ignore[no-untyped-call]
+            self._memory.n_buffers = 2
         current = torch.cuda.current_stream(key_states.device)
         current.wait_stream(self._stream)
+        is_prompt = self.get_seq_length(layer_idx) == 0
         found = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if is_prompt:  # the next layer has no tokens yet
+            return found
         # The next layer goes to the buffer of the layer before, whose attention is queued already.
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            self._next_packed(layer_idx).prefetch()
+            following = self._next_packed(layer_idx)
+            if following is not None:
+                following.prefetch()
         return found
 
-    def _next_packed(self, layer_idx: int) -> PackedHostLayer:
+    def _next_packed(self, layer_idx: int) -> PackedHostLayer | None:
         n = len(self.layers)
         later = (self.layers[(layer_idx + i) % n] for i in range(1, n + 1))
-        return next(layer for layer in later if isinstance(layer, PackedHostLayer))
+        return next((layer for layer in later if isinstance(layer, PackedHostLayer)), None)
 
     def report(self) -> CacheReport:
         """What the cache takes, and which layers are plain."""
