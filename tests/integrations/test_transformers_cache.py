@@ -148,7 +148,7 @@ def test_a_layer_does_what_the_plain_layer_does(seed: int) -> None:
         length = plain[number].get_seq_length()
         if call < 4 or length == 0:
             n_new, results = 1 + draw(3) * draw(12), []
-            n = n_sequences if length == 0 else len(plain[number].keys)
+            n = n_sequences if plain[number].keys is None else len(plain[number].keys)
             for layer in layers:
                 states = new_states(n, n_new, step), new_states(n, n_new, step + 100)
                 results.append(layer.update(*states))
@@ -157,7 +157,7 @@ def test_a_layer_does_what_the_plain_layer_does(seed: int) -> None:
             packed[number].prefetch()
         elif call == 5:
             for layer in layers:
-                layer.crop(-(length * (step % 4) // 4))
+                layer.crop(-(length * (step % 5) // 4))
         elif call == 6:
             order = torch.randint(len(plain[number].keys), (n_sequences,), generator=choose)
             for layer in layers:

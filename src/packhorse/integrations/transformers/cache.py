@@ -163,10 +163,10 @@ class PackedHostLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """Forgets the last tokens.
 
         Args:
-            tokens_to_remove: how many, as a negative number or 0.
+            tokens_to_remove: how many, as a negative number or 0; all, if there are not so many.
 
         Raises:
-            ValueError: it is positive, or there are not so many tokens.
+            ValueError: it is positive.
         """
         if tokens_to_remove > 0:
             raise ValueError(
@@ -174,7 +174,7 @@ class PackedHostLayer(DynamicLayer):  # type: ignore[no-untyped-call]
                 " negative number"
             )
         self._ahead = None
-        self.store.crop(-tokens_to_remove)
+        self.store.crop(min(-tokens_to_remove, self.store.n_tokens))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Gives each beam the tokens of another one; no page is copied."""
