@@ -251,10 +251,12 @@ def test_what_it_cannot_do_is_refused(models: dict[str, Any]) -> None:
         layer.crop(3)
     with pytest.raises(ValueError, match="page_tokens is 0"):
         PackedHostCache(page_tokens=0)
-    small = PackedHostCache(model.config, page_tokens=16, room_tokens=32)
+    small = PackedHostCache(model.config, page_tokens=16, room_tokens=64)
     with pytest.raises(MemoryError, match="free slots"):
         generate(model, small)
-    assert "packed layers" in str(small.report())
+    assert small.report().room == (0, 1)
+    assert "room for 0 packed and 1 plain pages more" in str(small.report())
+    assert cache.report().room is None
 
 
 def test_layers_that_lend_their_keys_stay_plain() -> None:

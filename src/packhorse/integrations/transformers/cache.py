@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
 from packhorse.host.kv import KVStore, StoreSize, WorkingMemory
+from packhorse.host.kv_pages import PageRoom
 
 __all__ = ["CacheReport", "PackedHostCache", "PackedHostLayer"]
 
@@ -31,12 +32,15 @@ class CacheReport:
             other numbers.
         size: bytes and pages of the packed layers.
         working_nbytes: where layers are unpacked to, for all of them together.
+        room: pages that a layer has room for yet, at least; None if memory grows, or before the
+            first full page.
     """
 
     n_packed_layers: int
     plain_layers: dict[int, str]
     size: StoreSize
     working_nbytes: int
+    room: PageRoom | None = None
 
     @property
     def ratio(self) -> float:
@@ -51,6 +55,10 @@ class CacheReport:
             f" {size.plain_nbytes} ({self.ratio:.2f} times smaller), {size.n_refused} of"
             f" {size.n_pages} pages plain, working memory {self.working_nbytes} bytes"
         ]
+        if self.room is not None:
+            lines.append(
+                f"room for {self.room.n_slots} packed and {self.room.n_plain} plain pages more"
+            )
         lines += [f"layer {i} is plain: {why}" for i, why in self.plain_layers.items()]
         return "\n".join(lines)
 
@@ -240,6 +248,7 @@ class PackedHostCache(Cache):
         self._memory = WorkingMemory()
         self._stream: Any = None
         self._lenders: set[int] = set()
+        self._has_room = room_tokens is not None
         new_layer: Any = partial(
             PackedHostLayer,
             self._memory,
@@ -310,7 +319,10 @@ class PackedHostCache(Cache):
             if not isinstance(layer, PackedHostLayer)
         }
         total = StoreSize(*map(sum, zip(*sizes, strict=True))) if sizes else StoreSize()
-        return CacheReport(len(packed), plain, total, self._memory.nbytes)
+        rooms = [layer.store.room for layer in packed] if self._has_room else []
+        left = [room for room in rooms if room is not None]
+        room = PageRoom(*map(min, zip(*left, strict=True))) if left else None
+        return CacheReport(len(packed), plain, total, self._memory.nbytes, room)
 
     def _why_plain(self, layer_idx: int) -> str:
         layer = self.layers[layer_idx]
