@@ -122,6 +122,7 @@ class PackhorseDeserializer:
             key: ignored.
 
         Raises:
+            BaseMismatchError: it is a difference from a base, which no serializer here writes.
             CompatibilityError: a later release has packed it.
             CorruptionError: it is damaged, or a chunk of another layout. `dst` has any content.
         """
