@@ -55,7 +55,7 @@ def test_keys_and_values_are_measured(host: dict[str, ModuleType]) -> None:
     kv.N_SEQUENCES, kv.ROUNDS, kv.LENGTHS, kv.DTYPES = 1, 1, (70,), kv.DTYPES[:1]
     found = kv.measure()
     pages = {row["dtype"]: row for row in found["pages"] if row["model"] == "MiniLM"}
-    assert 1.28 < pages["BF16"]["ratio"] < 1.33
+    assert 1.3 < pages["BF16"]["ratio"] < 1.45
     assert pages["BF16"]["refused"] == 0
     frames = {(row["dtype"], row["level"]): row["ratio"] for row in found["frames"]}
     assert frames["BF16", "default"] > 1.47 > frames["BF16", "fast"] > 1.4

@@ -35,10 +35,12 @@ _Numbers = NDArray[np.int64]
 
 _ROW_COLUMNS = 1024  # of a packed row, about; longer ones are not decoded faster
 SAMPLE_ELEMENTS = 1 << 15  # a packed row never has more
-# A slot holds twice the exceptions of the sample, this share of all elements and some more, because
-# later tokens are not like the first ones.
-_SPARE_SHARE = 1 / 256
+# A slot has room for half as many exceptions again as the sample has, for this share of all
+# elements, and for some more, because later tokens are not like the first ones.
+_TIMES_SAMPLE = 1.5
+_SPARE_SHARE = 1 / 512
 _SPARE_PLACES = 8
+_MOST_MISSED = 0.01  # of the elements; more exceptions take longer to put back than they save
 _MOST_SHARE = 0.92  # of the plain bytes: a slot that saves less is not worth the decoding
 _GROWTH = 16  # a store that is full grows by this part of itself
 
@@ -63,8 +65,15 @@ class PageFormat(NamedTuple):
 
     @property
     def slot_nbytes(self) -> int:
-        """Bytes of a slot: rows, then the places of exceptions, then their elements."""
-        return self.n_rows * self.rows.stride + self.n_exceptions * (4 + self.rows.element_nbytes)
+        """Bytes of a slot: rows, then exceptions: their elements, and their places in the page."""
+        each = self.rows.element_nbytes + self.place_type.itemsize
+        return self.n_rows * self.rows.stride + self.n_exceptions * each
+
+    @property
+    def place_type(self) -> np.dtype[Any]:
+        """Of the place of an exception in a page."""
+        fits = self.n_rows * self.rows.n_columns <= 1 << 16
+        return np.dtype(np.uint16 if fits else np.uint32)
 
 
 class PageRoom(NamedTuple):
@@ -100,7 +109,9 @@ def choose_page_format(sample: _Words, dtype: str, shape: tuple[int, int, int]) 
     formats = [PageFormat(ways[0].format, n_rows, 0)]
     for way in ways[1:]:
         mean = way.fast_nbytes / (2 + way.format.element_nbytes) * n_rows
-        formats.append(PageFormat(way.format, n_rows, int(2 * mean) + n_spare))
+        if mean > _MOST_MISSED * n_rows * n_columns:
+            continue
+        formats.append(PageFormat(way.format, n_rows, int(_TIMES_SAMPLE * mean) + n_spare))
     best = min(formats, key=lambda format: format.slot_nbytes)
     return best if best.slot_nbytes < _MOST_SHARE * best.plain_nbytes else formats[0]
 
@@ -120,8 +131,8 @@ class _Slots:
         self.format, self._device = format, device
         self.n = 0
         self.rows: NDArray[np.uint8] = np.empty((0, format.rows.stride), np.uint8)
-        self.places: NDArray[np.uint32] = np.empty((0, format.n_exceptions), np.uint32)
         self.elements: _Words = np.empty((0, format.n_exceptions), _word_type(format))
+        self.places: _Words = np.empty((0, format.n_exceptions), format.place_type)
         self.counts: NDArray[np.int64] = np.empty(0, np.int64)
         self.memory: HostMemory | None = None
 
@@ -130,15 +141,15 @@ class _Slots:
         format = self.format
         n_bytes = [
             n * format.n_rows * format.rows.stride,
-            n * format.n_exceptions * 4,
             n * format.n_exceptions * format.rows.element_nbytes,
+            n * format.n_exceptions * format.place_type.itemsize,
         ]
         memory = host_memory(max(sum(n_bytes), 1), device=self._device)
         starts = [0, *np.cumsum(n_bytes).tolist()]
         parts = [memory.numpy()[starts[i] : starts[i + 1]] for i in range(3)]
         rows = parts[0].reshape(n * format.n_rows, format.rows.stride)
-        places = parts[1].view(np.uint32).reshape(n, format.n_exceptions)
-        elements = parts[2].view(_word_type(format)).reshape(n, format.n_exceptions)
+        elements = parts[1].view(_word_type(format)).reshape(n, format.n_exceptions)
+        places = parts[2].view(format.place_type).reshape(n, format.n_exceptions)
         rows[: len(self.rows)] = self.rows
         places[: self.n] = self.places
         elements[: self.n] = self.elements
@@ -383,7 +394,7 @@ class PackedPages:
 
 def _places_of(
     marked: NDArray[np.bool_], arrays: TableArrays, format: PageFormat
-) -> tuple[NDArray[np.uint32], _Numbers]:
+) -> tuple[_Words, _Numbers]:
     """The places of exceptions in their pages, page by page, and how many each page has."""
     rows = np.flatnonzero(marked)
     starts = arrays.exception_starts.astype(np.int64)
@@ -391,4 +402,4 @@ def _places_of(
     pages, inner = np.divmod(rows, format.n_rows)
     places = np.repeat(inner * format.rows.n_columns, of_rows) + arrays.exception_columns
     counts = np.bincount(pages, of_rows, len(marked) // format.n_rows).astype(np.int64)
-    return places.astype(np.uint32), counts
+    return places.astype(format.place_type), counts
