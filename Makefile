@@ -29,7 +29,7 @@ TIME ?= 60
 # Minutes for the soak: make soak MINUTES=60 ARGS="--seed 7 --parts kills forks"
 MINUTES ?= 10
 
-.PHONY: help venv demo test test-vllm lint format docs docs-serve bench compat data training rl-trace sanitize fuzz soak tsan compile arm wheel clean
+.PHONY: help venv demo test test-lmcache test-vllm lint format docs docs-serve bench compat data training rl-trace sanitize fuzz soak tsan compile arm wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -46,6 +46,10 @@ test: .venv/.test .venv/.model .venv/.torchrec ## install what the tests need an
 # vLLM pins other packages than the tests above, so it has an environment of its own; CI does not make it.
 test-vllm: .venv-vllm/.vllm ## test the plug-in in the real vLLM, on the CPU (3.5 GB; some 15 minutes)
 	@.venv-vllm/bin/python -m pytest tests/servers --confcutdir=tests/servers -o filterwarnings= $(ARGS)
+
+# LMCache pins other versions, too.
+test-lmcache: .venv-lmcache/.lmcache ## test the serde in the real LMCache, on the CPU (1.4 GB; two minutes)
+	@.venv-lmcache/bin/python -m pytest tests/with_lmcache --confcutdir=tests/with_lmcache -o filterwarnings= $(ARGS)
 
 lint: .venv/.lint ## check style, types, spelling and C++ layout
 	@$(PY) -m ruff check .
@@ -118,7 +122,7 @@ wheel: ## build portable wheels, and try each alone in new environments of all P
 	@.ci/wheel
 
 clean: ## remove .venv and everything that was built
-	rm -rf .venv .venv-vllm build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-lmcache .venv-vllm build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 .venv/.python: pyproject.toml
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Packhorse needs Python 3.11 or later")'
@@ -168,6 +172,20 @@ clean: ## remove .venv and everything that was built
 
 .venv-vllm/.vllm: .venv-vllm/.packages $(SOURCES)
 	@.venv-vllm/bin/python -m pip install --quiet --no-build-isolation .
+	@touch $@
+
+# LMCache asks for CuPy and much else, which its storage does without; what that needs is named here.
+LMCACHE_NEEDS := aiofile aiofiles aiohttp blake3 cachetools cryptography msgspec numba nvtx opentelemetry-api opentelemetry-sdk \
+	prometheus_client psutil py-cpuinfo pyyaml pyzmq requests sortedcontainers
+.venv-lmcache/.packages:
+	@test -x .venv-lmcache/bin/python || "$(PYTHON)" -m venv .venv-lmcache
+	@.venv-lmcache/bin/python -m pip install --quiet torch==2.13.0
+	@.venv-lmcache/bin/python -m pip install --quiet --no-deps lmcache==0.5.6
+	@.venv-lmcache/bin/python -m pip install --quiet $(LMCACHE_NEEDS) scikit-build-core nanobind ninja cmake pytest
+	@touch $@
+
+.venv-lmcache/.lmcache: .venv-lmcache/.packages $(SOURCES)
+	@.venv-lmcache/bin/python -m pip install --quiet --no-build-isolation .
 	@touch $@
 
 .venv/.lint: .venv/.torch $(SOURCES)

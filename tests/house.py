@@ -177,6 +177,7 @@ LAYERS = {
     "lightning": 6,
     "pyg": 6,
     "torchrec": 6,
+    "lmcache": 6,
     "numcodecs": 6,
     "transformers": 6,
     "zarr": 6,

@@ -283,7 +283,7 @@ def test_the_extra_for_all_names_every_extra_for_users() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     for_developers = {"bench", "dev", "docs", "fuzz", "lint", "test"}
-    servers = {"sglang", "vllm"}  # each of them wants a PyTorch of its own
+    servers = {"lmcache", "sglang", "vllm"}  # each of them wants a PyTorch of its own
     for_gpus = {"torchrec"}  # brings an fbgemm that needs CUDA
     users = ",".join(sorted(extras.keys() - for_developers - servers - for_gpus - {"all"}))
     assert extras["all"] == [f"packhorse[{users}]"]

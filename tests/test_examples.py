@@ -208,6 +208,18 @@ def test_tables_of_ngrams_lie_in_the_host(
     assert "the tokens are the same: True" in shown
 
 
+def test_keys_and_values_stay_packed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = EXAMPLES / "kv_cache.py"
+    assert len(example.read_text().splitlines()) < 60
+    monkeypatch.setattr(sys, "argv", [str(example), "--new", "30"])
+    runpy.run_path(str(example), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert re.search(r"^4 packed layers: .* \(1\.\d+ times smaller\)", printed)
+    assert "the same tokens: True" in printed
+
+
 def test_an_engine_follows_a_trainer(tmp_path: Path) -> None:
     example = EXAMPLES / "weight_updates.py"
     assert len(example.read_text().splitlines()) < 60

@@ -54,6 +54,7 @@ THIRD_PARTY = {
     "integrations": {"torch"},
     "integrations.elements": {"ml_dtypes", "numpy"},
     "integrations.hdf5": {"h5py", "numpy"},
+    "integrations.lmcache": {"lmcache", "numpy", "torch"},
     "integrations.numcodecs": {"numcodecs", "numpy"},
     "integrations.pyg": {"numpy", "torch", "torch_geometric"},
     "integrations.torchrec": {"numpy", "torch", "torchrec"},

@@ -2,9 +2,9 @@
 
 For each table: what packing takes and what a fetch of a row touches, beside Invariant Bit Packing;
 how fast rows are gathered on the CPU, beside PyTorch and NumPy; how fast they are packed. Then
-embedding bags beside those of PyTorch and fbgemm (embeddings.py), and a training with packed, plain
-and mapped features (training.py). It takes some twenty minutes, and needs `make data`; `--part`
-measures some of it.
+embedding bags beside those of PyTorch and fbgemm (embeddings.py), a training with packed, plain
+and mapped features (training.py), and the keys and values of real models (kv.py). It takes some
+twenty minutes, and needs `make data`; `--part` measures some of it.
 
 With `--write` the figures are kept in `benchmarks/results/host.json` and make
 `docs/benchmarks_host.md`; those of other parts stay. `--render` only makes the document again.
@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.codecs import peers
 from benchmarks.common import figures
 from benchmarks.common.process import clean_up_at_sigterm, code_path
-from benchmarks.host import embeddings, gathers, packing, ratios, report, tables, training
+from benchmarks.host import embeddings, gathers, kv, packing, ratios, report, tables, training
 
 __all__ = ["MODE", "join", "main"]
 
@@ -32,6 +32,7 @@ TABLE_PARTS = ("ratios", "gathers", "packing")  # are measured on each table
 SCENARIOS: dict[str, Callable[[], Any]] = {
     "embeddings": embeddings.measure,
     "training": training.measure,
+    "kv": kv.measure,
 }
 PARTS = (*TABLE_PARTS, *SCENARIOS)
 THREADS = (1, 2)
@@ -97,8 +98,6 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         if "packing" in args.part:
             result["packing"].append(packing.measure(table))
         print(f"measured: {table.name}", flush=True)
-    if "embeddings" in args.part:
-        result["embeddings"] = embeddings.measure()
     figures.end(result)
     for part in args.part:
         print(f"\n{report.part(result, part)}\n")

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.common import figures
 from benchmarks.data.table_formats import FORMATS
 from benchmarks.data.wordnet import N_LABELS
-from benchmarks.host import embeddings
+from benchmarks.host import embeddings, kv
 from packhorse.gpu.models import PRESETS
 from packhorse.host.device_cost import default_programs, predict_gather
 from packhorse.kernels.tables import kernel_of
@@ -226,6 +226,7 @@ _PARTS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "packing": ("Packing", _packing),
     "embeddings": ("Embedding bags on the CPU", embeddings.lines),
     "training": ("Training on a graph", _training),
+    "kv": ("Keys and values", kv.section),
 }
 
 

@@ -20,8 +20,8 @@ from packhorse.reference.ibp import encode_row, fit_best
 def host() -> Iterator[dict[str, ModuleType]]:
     """The modules of benchmarks/host."""
     names = (
-        *("embeddings", "gathers", "graphsage", "ibp", "measure", "packing", "ratios", "report"),
-        *("tables", "training"),
+        *("embeddings", "gathers", "graphsage", "ibp", "kv", "measure", "packing", "ratios"),
+        *("report", "tables", "training"),
     )
     others = ("common.files", "common.memory_limit", "data.wordnet")
     with import_afresh(*others, *(f"host.{name}" for name in names)) as modules:
@@ -79,6 +79,20 @@ def test_rows_of_ibp_in_cpp_are_those_of_the_slow_coder(
         out = np.empty((333, 128), np.uint8)
         packed.gather(ids, out, threads)
         np.testing.assert_array_equal(out, rows.view(np.uint8)[ids])
+
+
+def test_keys_and_values_are_measured(host: dict[str, ModuleType]) -> None:
+    kv = host["kv"]
+    kv.N_SEQUENCES, kv.ROUNDS, kv.LENGTHS, kv.DTYPES = 1, 1, (70,), kv.DTYPES[:1]
+    found = kv.measure()
+    pages = {row["dtype"]: row for row in found["pages"] if row["model"] == "MiniLM"}
+    assert 1.3 < pages["BF16"]["ratio"] < 1.45
+    assert pages["BF16"]["refused"] == 0
+    frames = {(row["dtype"], row["level"]): row["ratio"] for row in found["frames"]}
+    assert frames["BF16", "default"] > 1.47 > frames["BF16", "fast"] > 1.4
+    text = host["report"].part({"kv": found}, "kv")
+    assert "| MiniLM | BF16 | 1.3" in text
+    assert "| 70 |" in text
 
 
 def test_the_document_shows_targets_and_losses(

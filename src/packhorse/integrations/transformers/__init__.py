@@ -1,4 +1,4 @@
-"""Packhorse for Hugging Face transformers: models whose weights stay packed, and snapshots.
+"""Packhorse for Hugging Face transformers: weights that stay packed, snapshots, and packed caches.
 
 Users import it as `packhorse.transformers`.
 """
@@ -6,6 +6,7 @@ Users import it as `packhorse.transformers`.
 from packhorse.errors import MissingBackendError
 
 try:
+    from packhorse.integrations.transformers.cache import CacheReport, PackedHostCache
     from packhorse.integrations.transformers.callback import PackhorseCallback
     from packhorse.integrations.transformers.checkpoint_folder import restore_checkpoint
     from packhorse.integrations.transformers.loader import load_packed_model
@@ -16,4 +17,11 @@ except ModuleNotFoundError as error:
         "pip install 'packhorse[transformers]'"
     ) from error
 
-__all__ = ["PackhorseCallback", "PackhorseConfig", "load_packed_model", "restore_checkpoint"]
+__all__ = [
+    "CacheReport",
+    "PackedHostCache",
+    "PackhorseCallback",
+    "PackhorseConfig",
+    "load_packed_model",
+    "restore_checkpoint",
+]
