@@ -1,6 +1,7 @@
 """The hop to the compute units: weights that stay packed in the memory of a GPU, or of the host.
 
 `pack_model_` packs the linear layers of a model in place, and `unpack_model_` unpacks them.
+`offload_model_` moves packed weights to memory of the host that a GPU reads.
 `PackedWeight` is the packed matrix as a tensor, and `PackedLinear` is the layer. `operators` holds
 the PyTorch operators on the arrays of packed weights, and `strategy` names the ways to run a
 product. PyTorch is imported at first use.
@@ -18,7 +19,14 @@ if TYPE_CHECKING:
     from packhorse.device.packed_arrays import check_arrays
     from packhorse.device.packed_weight import PackedWeight
     from packhorse.device.packing import empty_weight, join_arrays, pack_weight
-    from packhorse.device.report import LeftWeight, PackReport, WeightReport
+    from packhorse.device.placement import offload_model_
+    from packhorse.device.report import (
+        LeftWeight,
+        PackReport,
+        PlacedWeight,
+        PlacementReport,
+        WeightReport,
+    )
     from packhorse.kernels.arrays import WeightTensors
 
 __all__ = [
@@ -26,6 +34,8 @@ __all__ = [
     "PackReport",
     "PackedLinear",
     "PackedWeight",
+    "PlacedWeight",
+    "PlacementReport",
     "WeightReport",
     "WeightTensors",
     "check_arrays",
@@ -33,6 +43,7 @@ __all__ = [
     "empty_weight",
     "join_arrays",
     "join_weights",
+    "offload_model_",
     "pack_model_",
     "pack_weight",
     "unpack_model_",
@@ -43,6 +54,8 @@ _MODULES = {
     "PackReport": "report",
     "PackedLinear": "linear",
     "PackedWeight": "packed_weight",
+    "PlacedWeight": "report",
+    "PlacementReport": "report",
     "WeightReport": "report",
     "WeightTensors": "operators",
     "check_arrays": "packed_arrays",
@@ -50,6 +63,7 @@ _MODULES = {
     "empty_weight": "packing",
     "join_arrays": "packing",
     "join_weights": "description",
+    "offload_model_": "placement",
     "pack_model_": "model",
     "pack_weight": "packing",
     "rebuild_weight": "packed_weight",  # for pickles alone

@@ -27,6 +27,7 @@ from packhorse.device.model_config import forget_method, name_method
 from packhorse.device.offload import offloaded_weight
 from packhorse.device.packed_weight import PackedWeight
 from packhorse.device.report import LeftWeight, PackReport, WeightReport
+from packhorse.device.weight_groups import WeightGroup, weight_groups
 from packhorse.layout import MAX_WEIGHT_COLUMNS, WeightFormat
 from packhorse.torch_dtypes import short_name
 
@@ -42,43 +43,6 @@ __all__ = [
 
 Skip = str | Iterable[str] | Callable[[str, nn.Module], bool]
 Progress = Callable[[int], object]
-
-
-class _Group:
-    """The modules that share a weight, by name. The group holds no reference to the weight, so the
-    weight is freed as soon as no module holds it."""
-
-    def __init__(self) -> None:
-        self.modules: dict[str, nn.Module] = {}
-
-    @property
-    def name(self) -> str:
-        return " = ".join(self.modules)
-
-    @property
-    def is_multiplied(self) -> bool:
-        """Whether a linear layer is among the modules."""
-        return any(isinstance(module, nn.Linear) for module in self.modules.values())
-
-    @property
-    def parameter_names(self) -> list[str]:
-        """The names of the weight in the model."""
-        return [f"{name}.weight" if name else "weight" for name in self.modules]
-
-    @property
-    def weight(self) -> Tensor:
-        weight: Tensor = next(iter(self.modules.values())).weight  # type: ignore[assignment]
-        return weight
-
-
-def _groups(model: nn.Module) -> list[_Group]:
-    """All matrices called `weight` that are parameters, in the order of the modules."""
-    groups: dict[int, _Group] = {}
-    for name, module in model.named_modules():
-        weight = module._parameters.get("weight")
-        if weight is not None and weight.dim() == 2:
-            groups.setdefault(id(weight), _Group()).modules[name] = module
-    return list(groups.values())
 
 
 def pack_model_(
@@ -144,7 +108,7 @@ def pack_model_(
     check_tokens(for_tokens)
     _require_module(model)
     choice = WeightChoice(model, skip=skip, embeddings=embeddings, lm_head=lm_head)
-    groups = _groups(model)
+    groups = weight_groups(model)
     reasons = [choice.why_left(group) for group in groups]
     if for_tokens is not None:
         for group, reason in zip(groups, reasons, strict=True):
@@ -177,7 +141,7 @@ def _require_module(model: object) -> None:
 
 
 def _pack_group(
-    group: _Group, format: WeightFormat | None, for_tokens: int | None
+    group: WeightGroup, format: WeightFormat | None, for_tokens: int | None
 ) -> WeightReport | LeftWeight:
     packed = pack_if_smaller(group.weight, format, for_tokens)
     if isinstance(packed, StaysPlain):
@@ -187,7 +151,7 @@ def _pack_group(
 
 
 def _plan_group(
-    group: _Group, format: WeightFormat | None, for_tokens: int | None
+    group: WeightGroup, format: WeightFormat | None, for_tokens: int | None
 ) -> WeightReport | LeftWeight:
     planned = plan_if_smaller(group.weight, format, for_tokens)
     if isinstance(planned, StaysPlain):
@@ -198,7 +162,7 @@ def _plan_group(
 def hold_packed_weights(model: nn.Module) -> None:
     """Does the rest of the work of `pack_model_` for modules that were given packed weights
     directly."""
-    for group in _groups(model):
+    for group in weight_groups(model):
         if isinstance(group.weight, PackedWeight):
             _replace(group, group.weight)
 
@@ -215,7 +179,7 @@ def report_model(
         otherwise: the reason for all other plain weights.
     """
     packed, left, seen = [], [], set()
-    for group in _groups(model):
+    for group in weight_groups(model):
         weight = group.weight
         seen.add(id(weight))
         if isinstance(weight, PackedWeight):
@@ -251,7 +215,7 @@ def _report_left(name: str, weight: Tensor, reason: str) -> LeftWeight:
     return LeftWeight(name, tuple(weight.shape), dtype, _held_nbytes(weight), reason)
 
 
-def _replace(group: _Group, parameter: Any) -> None:
+def _replace(group: WeightGroup, parameter: Any) -> None:
     for module in group.modules.values():
         if type(module) is nn.Linear:
             change_class(module, PackedLinear)
@@ -307,18 +271,18 @@ class WeightChoice:
         Returns:
             For the name of each such parameter: whether a linear layer multiplies with it.
         """
-        groups: dict[str, _Group] = {}
-        for group in _groups(self._model):
+        groups: dict[str, WeightGroup] = {}
+        for group in weight_groups(self._model):
             for own in group.parameter_names:
-                groups.setdefault(tied.get(own, own), _Group()).modules |= group.modules
+                groups.setdefault(tied.get(own, own), WeightGroup()).modules |= group.modules
         wanted = [group for group in groups.values() if self._why_excluded(group) is None]
         return {n: group.is_multiplied for group in wanted for n in group.parameter_names}
 
-    def why_left(self, group: _Group) -> str | None:
+    def why_left(self, group: WeightGroup) -> str | None:
         """Why a weight stays as it is; None if it is to be packed."""
         return self._why_excluded(group) or self._why_weight_left(group.weight)
 
-    def _why_excluded(self, group: _Group) -> str | None:
+    def _why_excluded(self, group: WeightGroup) -> str | None:
         for module in group.modules.values():
             reason = self._why_module_left(module)
             if reason is not None:
@@ -340,7 +304,7 @@ class WeightChoice:
         names = self._names[id(module)]
         return "skipped" if any(self._skips(name, module) for name in names) else None
 
-    def _why_unwanted(self, group: _Group) -> str | None:
+    def _why_unwanted(self, group: WeightGroup) -> str | None:
         modules = group.modules.values()
         linears = [module for module in modules if isinstance(module, nn.Linear)]
         if any(self._lm_head or id(module) not in self._outputs for module in linears):
@@ -432,7 +396,7 @@ def unpack_model_(model: nn.Module) -> None:
         True
     """
     _require_module(model)
-    groups = [group for group in _groups(model) if _was_packed(group)]
+    groups = [group for group in weight_groups(model) if _was_packed(group)]
     for name, module in ((n, m) for group in groups for n, m in group.modules.items()):
         if offloaded_weight(module) is not None:
             raise ValueError(
@@ -450,7 +414,7 @@ def unpack_model_(model: nn.Module) -> None:
     forget_method(model)
 
 
-def _was_packed(group: _Group) -> bool:
+def _was_packed(group: WeightGroup) -> bool:
     """Whether the weight is packed, or was packed until it was to be trained."""
     is_layer = any(type(module) is PackedLinear for module in group.modules.values())
     return is_layer or isinstance(group.weight, PackedWeight)
