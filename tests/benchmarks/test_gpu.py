@@ -14,7 +14,17 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import checks, collectives, device, parts, peers, predictions, repeats, workers
+from benchmarks.gpu import (
+    checks,
+    collectives,
+    device,
+    host_layers,
+    parts,
+    peers,
+    predictions,
+    repeats,
+    workers,
+)
 from packhorse.device.autotune import predictor, tune
 from packhorse.device.strategy import Choice, Strategy
 from packhorse.gpu.models import PRESETS
@@ -67,9 +77,23 @@ def test_collectives_run_on_a_tiny_scale(tmp_path: Path) -> None:
     assert all(row["same_bits"] and row["ratio"] > 1.1 for row in kept["rows"])
 
 
+def test_layers_in_host_memory_run_on_a_tiny_scale(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "layers.json"
+    assert host_layers.main(["--smoke", "--rounds", "1", "--out", str(out)]) == 0
+    kept = json.loads(out.read_text())
+    assert kept["card"] == "none: interpreted"
+    assert {row["way"]: row["nbytes"] for row in kept["rows"]} == {
+        "device": 0, "views": 2304, "ring": 2304, "plain views": 3072, "plain ring": 3072,
+    }  # fmt: skip
+    assert "plain ring" in capsys.readouterr().out
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_without_a_gpu_it_says_what_to_do() -> None:
     assert run_tool(form="collectives").returncode == 3
+    assert host_layers.main([]) == 3
     done = run_tool()
     assert done.returncode == 3
     assert "--smoke" in done.stderr

@@ -13,6 +13,7 @@ from packhorse.errors import MissingBackendError
 from packhorse.late_import import import_late
 
 if TYPE_CHECKING:
+    from packhorse.device.crossover import calibrate_offload
     from packhorse.device.description import describe_weights, join_weights
     from packhorse.device.linear import PackedLinear
     from packhorse.device.model import pack_model_, unpack_model_
@@ -38,6 +39,7 @@ __all__ = [
     "PlacementReport",
     "WeightReport",
     "WeightTensors",
+    "calibrate_offload",
     "check_arrays",
     "describe_weights",
     "empty_weight",
@@ -58,6 +60,7 @@ _MODULES = {
     "PlacementReport": "report",
     "WeightReport": "report",
     "WeightTensors": "operators",
+    "calibrate_offload": "crossover",
     "check_arrays": "packed_arrays",
     "describe_weights": "description",
     "empty_weight": "packing",

@@ -24,7 +24,7 @@ from packhorse.device.formats import (
 )
 from packhorse.device.linear import PackedLinear, change_class, hold_packed, hold_plain
 from packhorse.device.model_config import forget_method, name_method
-from packhorse.device.offload import offloaded_weight
+from packhorse.device.offload import require_weights
 from packhorse.device.packed_weight import PackedWeight
 from packhorse.device.report import LeftWeight, PackReport, WeightReport
 from packhorse.device.weight_groups import WeightGroup, weight_groups
@@ -397,12 +397,8 @@ def unpack_model_(model: nn.Module) -> None:
     """
     _require_module(model)
     groups = [group for group in weight_groups(model) if _was_packed(group)]
-    for name, module in ((n, m) for group in groups for n, m in group.modules.items()):
-        if offloaded_weight(module) is not None:
-            raise ValueError(
-                f"the weight of {name} is offloaded by accelerate; call "
-                "accelerate.hooks.remove_hook_from_module(model, recurse=True) first"
-            )
+    for group in groups:
+        require_weights(group.modules)
     for group in groups:
         plain: Any = group.weight
         if isinstance(plain, PackedWeight):

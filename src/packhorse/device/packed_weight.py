@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_map
 
 from packhorse.device import operators, weight_operators  # noqa: F401  (registers operators)
+from packhorse.device.decoded_operators import run_decoded
 from packhorse.device.decoded_rows import assign_rows, decode_rows
 from packhorse.device.host_planes import HostPlanes
 from packhorse.device.operators import is_transformed, obey_autocast
@@ -259,8 +259,7 @@ class PackedWeight(Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         if isinstance(value, PackedWeight) and value.device != self.device:
-            if value.shape != self.shape:
-                _become(self, _like(self, PackedWeight._wrap(value._held)))
+            _become(self, _like(self, PackedWeight._wrap(value._held)))
             return
         if value.dtype != torch.bfloat16 or value.device != self.device:
             found, own = f"{value.dtype} on {value.device}", f"torch.bfloat16 on {self.device}"
@@ -310,6 +309,20 @@ class PackedWeight(Tensor):
     def is_shared(self) -> bool:
         """Whether the arrays are in shared memory, or on a GPU."""
         return all(array.is_shared() for array in self._held.arrays)  # type: ignore[no-untyped-call]
+
+    # safetensors asks for it when it is given packed weights as a whole, and so does diffusers when
+    # it is to offload weights to the disk.
+    def storage(self) -> NoReturn:
+        """Refuses, because there is no plain memory.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "a packed weight has no plain memory that could be written to a file: save the state "
+            "dict of its module, which has its arrays, or weight.unpack(). With diffusers, offload "
+            "without offload_to_disk_path"
+        )
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         raise BufferError(
@@ -545,43 +558,7 @@ def _assign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _run_decoded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs any other operator on plain matrices, and packs the matrices that it has written to
-    again."""
-    schema = func._schema
-    if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
-        _refuse_view(func)
-    plain: dict[int, Tensor] = {}
-
-    def decode(value: Any) -> Any:
-        if isinstance(value, PackedWeight):
-            return plain.setdefault(id(value), value.unpack())
-        return value
-
-    result = func(*tree_map(decode, args), **tree_map(decode, kwargs))
-    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False))
-    given |= kwargs
-    for argument in schema.arguments:
-        written = argument.alias_info is not None and argument.alias_info.is_write
-        value = given.get(argument.name)
-        if not written or value is None:
-            continue
-        if isinstance(value, PackedWeight):
-            value.copy_(plain[id(value)])
-            result = value if result is plain[id(value)] else result
-        elif isinstance(value, (list, tuple)) and any(isinstance(v, PackedWeight) for v in value):
-            raise NotImplementedError(f"{func} cannot write to a list of packed weights")
-    return result
-
-
-def _refuse_view(func: Any) -> NoReturn:
-    raise NotImplementedError(
-        f"{func} would return a view of a packed weight, which has no plain memory; use "
-        "weight.unpack() for the plain matrix, weight.gather_rows(rows) for rows, or F.linear(x, "
-        "weight) instead of x @ weight.T; or leave the layer plain: PackhorseConfig takes "
-        "lm_head=False, embeddings=False and modules_to_not_convert, pack_model_ takes skip. For "
-        "parallel training, give DistributedDataParallel init_sync=False, and give fully_shard "
-        "packed weights as ignored_params"
-    )
+    return run_decoded(PackedWeight, func, args, kwargs)
 
 
 _HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from packhorse.device.host_planes import VIEW_TOKENS, HostPlanes, planes_nbytes
+from packhorse.device.crossover import kept_crossover
+from packhorse.device.host_planes import HostPlanes, planes_nbytes
 from packhorse.device.linear import hold_packed
-from packhorse.device.offload import offloaded_weight
+from packhorse.device.offload import require_weights
 from packhorse.device.packed_weight import PackedWeight
 from packhorse.device.report import PlacedWeight, PlacementReport
 from packhorse.device.weight_groups import WeightGroup, weight_groups
@@ -50,7 +51,7 @@ def offload_model_(
         keep_nbytes: bytes of packed weights that stay in device memory: the first linear layers
             of the model for which they suffice, then embeddings.
         view_tokens: products with at most so many tokens read weights where they are; None for
-            16, which is an estimate.
+            what `calibrate_offload` has measured on this GPU, or else 16, which is an estimate.
 
     Returns:
         Where the packed weights are now; `print` shows a table.
@@ -77,7 +78,7 @@ def offload_model_(
     runtime_of(target)  # refuses devices that cannot be used
     if target.type == "cuda" and target.index is None:
         target = torch.device("cuda", torch.cuda.current_device())
-    tokens = VIEW_TOKENS if view_tokens is None else view_tokens
+    tokens = kept_crossover(target) if view_tokens is None else view_tokens
     if keep_nbytes < 0 or tokens < 0:
         raise ValueError(
             f"keep_nbytes is {keep_nbytes} and view_tokens is {tokens}; neither may be negative"
@@ -110,12 +111,7 @@ def _packed_groups(model: nn.Module) -> list[WeightGroup]:
     if not groups:
         raise ValueError("the model has no packed weights: call pack_model_ first")
     for group in groups:
-        for name, module in group.modules.items():
-            if offloaded_weight(module) is not None:
-                raise ValueError(
-                    f"the weight of {name} is offloaded by accelerate; call "
-                    "accelerate.hooks.remove_hook_from_module(model, recurse=True) first"
-                )
+        require_weights(group.modules)
         if group.weight.is_meta:
             raise ValueError(f"the weight of {group.name} has no data: it is on the meta device")
     return groups
