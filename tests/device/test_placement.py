@@ -4,6 +4,7 @@ everything that is done with a weight besides multiplying."""
 import copy
 import gc
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from packhorse.device import (
     PackedLinear,
     PackedWeight,
+    host_planes,
     offload_model_,
     pack_model_,
     pack_weight,
@@ -22,7 +24,7 @@ from packhorse.device.host_planes import HostPlanes, planes_nbytes
 from packhorse.device.products import multiply
 from packhorse.errors import MissingBackendError
 from packhorse.gpu.copy_ring import CopyRing
-from packhorse.gpu.host_memory import MemoryKind
+from packhorse.gpu.host_memory import HostMemory, MemoryKind, host_memory
 from packhorse.kernels.arrays import WeightTensors
 
 
@@ -193,6 +195,8 @@ def test_states_and_pickles_have_the_whole_weight() -> None:
     states.append(model.state_dict())
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][name], array) for name, array in states[1].items())
+    places = [array.untyped_storage().data_ptr() for array in states[1].values()]
+    assert len(set(places)) == len(places), "programs would take them for shared weights"
     saved = io.BytesIO()
     torch.save(model, saved)
     saved.seek(0)
@@ -210,6 +214,25 @@ def test_arrays_are_what_the_format_says() -> None:
     for arrays in (weight.arrays, weight.stored_arrays):
         assert isinstance(arrays, WeightTensors)
         assert all(map(torch.equal, arrays, expected))
+
+
+def test_a_host_without_memory_leaves_a_model_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = mlp(), inputs(20, 256)
+    expected, given = model(x), []
+
+    def allocate(*args: Any, **options: Any) -> HostMemory:
+        given.append(args)
+        if len(given) == 2:
+            raise MemoryError("98304 bytes of host memory are asked for, and 7 are available")
+        return host_memory(*args, **options)
+
+    monkeypatch.setattr(host_planes, "host_memory", allocate)
+    with pytest.raises(MemoryError, match="98304 bytes of host memory are asked for"):
+        offload_model_(model, "cpu")
+    assert [bool(layer.weight.host_nbytes) for layer in model] == [True, False, False]
+    assert same_bits(model(x), expected)
+    assert offload_model_(model, "cpu").host_nbytes == 3 * 256 * 384
+    assert same_bits(model(x), expected)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

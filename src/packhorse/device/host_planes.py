@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from packhorse.arguments import resolve_threads
 from packhorse.gpu.copy_ring import CopyRing
 from packhorse.gpu.cuda_runtime import CudaRuntime
 from packhorse.gpu.host_memory import MemoryKind, host_memory
@@ -67,16 +68,21 @@ class HostPlanes:
             MissingBackendError: PyTorch finds no such GPU.
             ValueError: the GPU cannot be made to read the memory.
         """
-        memory = host_memory(planes_nbytes(arrays), device=device, runtime=runtime)
+        nbytes, threads = planes_nbytes(arrays), resolve_threads(None)
+        memory = host_memory(nbytes, device=device, threads=threads, runtime=runtime)
         self.kind: MemoryKind = memory.kind
         self.stored = memory.tensor()
         self._shapes = arrays.low_bytes.shape, arrays.high_bits.shape
+        # Each has a storage of its own: programs that save models take two tensors in one for
+        # shared weights.
+        low, high = self._split(self.stored)
+        self._planes = torch.from_numpy(low.numpy()), torch.from_numpy(high.numpy())
         self._view = memory.tensor(device)
         self._ring, self._view_tokens = ring, view_tokens
         self._fill(arrays)
 
     def _fill(self, arrays: WeightTensors) -> None:
-        for plane, source in zip(self._split(self.stored), arrays, strict=False):
+        for plane, source in zip(self._planes, arrays, strict=False):
             plane.copy_(source)
 
     def _split(self, nbytes: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,7 +98,7 @@ class HostPlanes:
 
     def on_host(self, arrays: WeightTensors) -> WeightTensors:
         """The arrays of the weight, with its planes as tensors of the host."""
-        return WeightTensors(*self._split(self.stored), *arrays[2:])
+        return WeightTensors(*self._planes, *arrays[2:])
 
     def on_device(self, arrays: WeightTensors) -> WeightTensors:
         """The arrays of the weight on the device, which reads the planes where they are, and gets

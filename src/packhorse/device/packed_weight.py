@@ -301,8 +301,9 @@ class PackedWeight(Tensor):
 
     # PyTorch's own method would access memory that does not exist.
     def share_memory_(self) -> "PackedWeight":
-        """Moves the arrays to shared memory, for other processes; returns the weight itself."""
-        for array in self._held.stored:
+        """Moves the arrays to shared memory, for other processes; returns the weight itself. Those
+        of a GPU stay where they are, and so do planes that a GPU reads in host memory."""
+        for array in self._held.arrays if self._held.host is None else ():
             array.share_memory_()  # type: ignore[no-untyped-call]
         return self
 
