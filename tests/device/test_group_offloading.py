@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from device_samples import model_matrix, plain_linear, same_bits
+from device_samples import inputs, model_matrix, plain_linear, same_bits
 from diffusers import FluxTransformer2DModel
 from diffusers.hooks import apply_group_offloading
 from torch import Tensor, nn
@@ -165,3 +165,16 @@ def test_the_disk_is_refused(tmp_path: Path) -> None:
         packed().enable_group_offload(
             torch.device("cpu"), offload_type="leaf_level", offload_to_disk_path=str(tmp_path)
         )
+
+
+def test_a_weight_may_leave_before_the_backward_pass() -> None:
+    """diffusers offloads a layer as soon as it has run, also while a graph is recorded."""
+    layer = plain_linear(256, 256)
+    x = inputs(3, 256).requires_grad_()
+    layer(x).sum().backward()
+    expected, x.grad = x.grad, None
+    pack_model_(layer)
+    y = layer(x)
+    layer.weight.data = layer.weight.to("meta")
+    y.sum().backward()
+    assert same_bits(x.grad, expected)

@@ -32,7 +32,7 @@ __all__ = [
     "measure_crossover",
 ]
 
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _N_LAYERS = 8
 _Pair = tuple[float, float]  # seconds of a product by views, and by the ring
 
@@ -95,7 +95,7 @@ def calibrate_offload(
     *,
     n_rows: int = 14336,
     n_columns: int = 4096,
-    tokens: Iterable[int] = TOKENS,
+    tokens: Iterable[int] = _TOKENS,
     folder: str | os.PathLike[str] | None = None,
 ) -> int:
     """Measures up to how many tokens products should read weights in host memory where they are,

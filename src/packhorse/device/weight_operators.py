@@ -29,7 +29,8 @@ def _(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _keep_weight(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     weight = inputs[1]
     require_frozen(weight)
-    ctx.save_for_backward(weight)
+    # Not the parameter itself: libraries that offload give it other data before the backward pass.
+    ctx.save_for_backward(weight.detach())
 
 
 def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
