@@ -3,6 +3,7 @@
 - `device` measures on the GPU of this machine: see gpu/device.py.
 - `collectives` measures packed collectives on the GPUs of this machine: see gpu/collectives.py.
 - `host` measures gathers of packed tables from memory of the host: see gpu/host.py.
+- `layers` measures layers whose weights lie in host memory: see gpu/host_layers.py.
 - `wheels` downloads what a GPU machine without a network lacks: see gpu/wheels.py.
 - `products` runs a few products, for tools that watch a program: see gpu/products.py.
 - `predict` prints what the model of time predicts for an H200, and writes docs/benchmarks_gpu.md:
@@ -28,6 +29,7 @@ FORMS = {
     "device": "benchmarks.gpu.device",
     "collectives": "benchmarks.gpu.collectives",
     "host": "benchmarks.gpu.host",
+    "layers": "benchmarks.gpu.host_layers",
     "wheels": "benchmarks.gpu.wheels",
     "products": "benchmarks.gpu.products",
     "predict": "benchmarks.gpu.predictions",

@@ -220,6 +220,24 @@ def test_keys_and_values_stay_packed(
     assert "the same tokens: True" in printed
 
 
+def test_layers_run_from_host_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = EXAMPLES / "offloaded_layers.py"
+    assert len(example.read_text().splitlines()) < 60
+    monkeypatch.syspath_prepend(EXAMPLES)
+    make_tiny_model = runpy.run_path(str(example))["make_tiny_model"]
+    make_tiny_model(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    prompt = torch.tensor([[1, 5, 9, 2]])
+    expected = plain.generate(prompt, max_new_tokens=16, do_sample=False)[0].tolist()
+    monkeypatch.setattr(sys, "argv", [str(example), str(tmp_path), "--keep-gb", "0.001"])
+    runpy.run_path(str(example), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert re.search(r"^\d+ in host memory, \d.\d\d MiB; [1-9]\d* on ", printed, re.MULTILINE)
+    assert f"\n{expected}\n" in printed
+
+
 def test_an_engine_follows_a_trainer(tmp_path: Path) -> None:
     example = EXAMPLES / "weight_updates.py"
     assert len(example.read_text().splitlines()) < 60

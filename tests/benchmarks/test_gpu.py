@@ -19,6 +19,7 @@ from benchmarks.gpu import (
     collectives,
     device,
     host,
+    host_layers,
     parts,
     peers,
     predictions,
@@ -90,10 +91,24 @@ def test_gathers_from_the_host_run_on_a_tiny_scale(tmp_path: Path) -> None:
     assert any("bitmap" in row["way"] for row in kept["parts"]["decode"])
 
 
+def test_layers_in_host_memory_run_on_a_tiny_scale(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "layers.json"
+    assert host_layers.main(["--smoke", "--rounds", "1", "--out", str(out)]) == 0
+    kept = json.loads(out.read_text())
+    assert kept["card"] == "none: interpreted"
+    assert {row["way"]: row["nbytes"] for row in kept["rows"]} == {
+        "device": 0, "views": 2304, "ring": 2304, "plain views": 3072, "plain ring": 3072,
+    }  # fmt: skip
+    assert "plain ring" in capsys.readouterr().out
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_without_a_gpu_it_says_what_to_do() -> None:
     assert run_tool(form="collectives").returncode == 3
     assert run_tool(form="host").returncode == 3
+    assert host_layers.main([]) == 3
     done = run_tool()
     assert done.returncode == 3
     assert "--smoke" in done.stderr

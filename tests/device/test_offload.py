@@ -14,7 +14,14 @@ from torch.nn import Parameter
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import packhorse.transformers  # noqa: F401  (registers the method)
-from packhorse.device import PackedLinear, PackedWeight, pack_model_, pack_weight, unpack_model_
+from packhorse.device import (
+    PackedLinear,
+    PackedWeight,
+    offload_model_,
+    pack_model_,
+    pack_weight,
+    unpack_model_,
+)
 from packhorse.device.model import hold_packed_weights
 from packhorse.errors import CorruptionError
 from packhorse.transformers import PackhorseConfig
@@ -77,6 +84,41 @@ def test_weights_may_be_given_whole(tied: bool) -> None:
     whole = dict(model.named_parameters(remove_duplicate=False))
     accelerate.cpu_offload(model, "cpu", state_dict=whole)
     assert torch.equal(logits(model), logits(llama(tied)))
+
+
+def test_weights_are_found_before_the_model_has_run() -> None:
+    model = llama(False)
+    pack_model_(model, skip=["lm_head", "model.layers"])
+    expected = model.state_dict()
+    accelerate.cpu_offload(model)
+    state = model.state_dict()
+    assert all(
+        torch.equal(state[name], array) for name, array in expected.items() if "embed" in name
+    )
+    for change in (unpack_model_, lambda model: offload_model_(model, "cpu")):
+        with pytest.raises(ValueError, match=r"of model\.embed_tokens is offloaded by accelerate"):
+            change(model)
+    assert torch.equal(logits(model), logits(llama(False)))
+
+
+def test_a_device_map_with_host_and_disk(tmp_path: Path) -> None:
+    model, expected = packed(), logits(packed())
+    on_host = ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb")
+    homes = dict.fromkeys(on_host, "cpu") | {"model.layers.1": "disk", "lm_head": "disk"}
+    accelerate.dispatch_model(
+        model, homes, main_device="cpu", offload_dir=tmp_path, force_hooks=True
+    )
+    assert model.lm_head.weight.is_meta
+    for _ in range(2):
+        assert torch.equal(logits(model), expected)
+
+
+def test_hooks_take_weights_that_were_moved_to_host_memory() -> None:
+    model = packed()
+    offload_model_(model, "cpu")
+    accelerate.cpu_offload(model, "cpu")
+    assert devices(model) == {"meta"}
+    assert torch.equal(logits(model), logits(llama(False)))
 
 
 def test_disk_offload(tmp_path: Path) -> None:

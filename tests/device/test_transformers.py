@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import packhorse.torch
-from packhorse.device import PackedLinear, PackedWeight
+from packhorse.device import PackedLinear, PackedWeight, offload_model_
 from packhorse.disk import pack_folder
 from packhorse.disk.folder_index import pack_index, unpack_index
 from packhorse.errors import CompatibilityError, CorruptionError
@@ -527,6 +527,24 @@ def test_devices_and_hooks(folders: Callable[[str], Path]) -> None:
     hooked = packed(folders("Llama"))
     accelerate.dispatch_model(hooked, {"model": "cpu", "lm_head": "cpu"}, force_hooks=True)
     assert same_tokens(hooked, plain)
+
+
+def test_a_device_map_with_the_host(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    plain, homes = load(folders("Llama")), {"model": "cpu", "lm_head": "cpu"}
+    pack_folder(folders("Llama"), tmp_path / "files")
+    loaded = [
+        packed(folders("Llama"), device_map=homes),
+        load_packed_model(
+            tmp_path / "files", device_map=homes, quantization_config=PackhorseConfig()
+        ),
+    ]
+    loaded[0].save_pretrained(tmp_path / "saved")
+    loaded.append(load(tmp_path / "saved", device_map=homes))
+    for model in loaded:
+        assert isinstance(model.lm_head, PackedLinear)
+        assert same_tokens(model, plain)
+    offload_model_(loaded[0], "cpu")
+    assert same_tokens(loaded[0], plain)
 
 
 def test_lora_trains_on_top(folders: Callable[[str], Path], tmp_path: Path) -> None:

@@ -146,7 +146,9 @@ class PackedLinear(nn.Linear):
             return nn.functional.linear(input, weight, bias)
         # PyTorch's dispatcher would cost as much as the kernel of a small layer.
         assert isinstance(weight, PackedWeight)
-        return operators.multiply(input, weight.arrays, bias, weight.format, weight.shape[1])
+        n_columns = weight.shape[1]
+        with weight.lend(input.numel() // n_columns) as arrays:
+            return operators.multiply(input, arrays, bias, weight.format, n_columns)
 
     def _runs_eagerly(self, x: Tensor) -> bool:
         """Whether nothing observes the operators that run: no gradients, tracing or modes."""

@@ -24,9 +24,10 @@ from packhorse.device.formats import (
 )
 from packhorse.device.linear import PackedLinear, change_class, hold_packed, hold_plain
 from packhorse.device.model_config import forget_method, is_saved_with_config, name_method
-from packhorse.device.offload import offloaded_weight
+from packhorse.device.offload import require_weights
 from packhorse.device.packed_weight import PackedWeight
 from packhorse.device.report import LeftWeight, PackReport, WeightReport
+from packhorse.device.weight_groups import WeightGroup, weight_groups
 from packhorse.gpu.host_embeddings import HostedRows, embedding_host
 from packhorse.layout import MAX_WEIGHT_COLUMNS, WeightFormat
 from packhorse.torch_dtypes import short_name
@@ -50,43 +51,6 @@ _MIN_HOST_NBYTES = 1 << 16  # less is not worth a way to the host and back
 Embeddings = bool | str | None
 Skip = str | Iterable[str] | Callable[[str, nn.Module], bool]
 Progress = Callable[[int], object]
-
-
-class _Group:
-    """The modules that share a weight, by name. The group holds no reference to the weight, so the
-    weight is freed as soon as no module holds it."""
-
-    def __init__(self) -> None:
-        self.modules: dict[str, nn.Module] = {}
-
-    @property
-    def name(self) -> str:
-        return " = ".join(self.modules)
-
-    @property
-    def is_multiplied(self) -> bool:
-        """Whether a linear layer is among the modules."""
-        return any(isinstance(module, nn.Linear) for module in self.modules.values())
-
-    @property
-    def parameter_names(self) -> list[str]:
-        """The names of the weight in the model."""
-        return [f"{name}.weight" if name else "weight" for name in self.modules]
-
-    @property
-    def weight(self) -> Tensor:
-        weight: Tensor = next(iter(self.modules.values())).weight  # type: ignore[assignment]
-        return weight
-
-
-def _groups(model: nn.Module) -> list[_Group]:
-    """All matrices called `weight` that are parameters, in the order of the modules."""
-    groups: dict[int, _Group] = {}
-    for name, module in model.named_modules():
-        weight = module._parameters.get("weight")
-        if weight is not None and weight.dim() == 2:
-            groups.setdefault(id(weight), _Group()).modules[name] = module
-    return list(groups.values())
 
 
 def pack_model_(
@@ -158,7 +122,7 @@ def pack_model_(
     check_embeddings(embeddings)
     _require_module(model)
     choice = WeightChoice(model, skip=skip, embeddings=embeddings, lm_head=lm_head)
-    groups = _groups(model)
+    groups = weight_groups(model)
     reasons = [choice.why_left(group) for group in groups]
     if for_tokens is not None:
         for group, reason in zip(groups, reasons, strict=True):
@@ -203,7 +167,7 @@ def _require_module(model: object) -> None:
 
 
 def _pack_group(
-    group: _Group, format: WeightFormat | None, for_tokens: int | None
+    group: WeightGroup, format: WeightFormat | None, for_tokens: int | None
 ) -> WeightReport | LeftWeight:
     packed = pack_if_smaller(group.weight, format, for_tokens)
     if isinstance(packed, StaysPlain):
@@ -213,7 +177,7 @@ def _pack_group(
 
 
 def _plan_group(
-    group: _Group, format: WeightFormat | None, for_tokens: int | None
+    group: WeightGroup, format: WeightFormat | None, for_tokens: int | None
 ) -> WeightReport | LeftWeight:
     planned = plan_if_smaller(group.weight, format, for_tokens)
     if isinstance(planned, StaysPlain):
@@ -221,7 +185,7 @@ def _plan_group(
     return _report_packed(group.name, group.weight.shape, planned.format, planned.nbytes)
 
 
-def _host_group(group: _Group, model: nn.Module, dry_run: bool) -> WeightReport:
+def _host_group(group: WeightGroup, model: nn.Module, dry_run: bool) -> WeightReport:
     host = embedding_host()
     if dry_run:
         rows = host.plan(group.weight)
@@ -237,7 +201,7 @@ def host_embeddings_(model: nn.Module, choice: "WeightChoice") -> None:
         model: with packed weights or without.
         choice: which weights were to be packed.
     """
-    for group in _groups(model):
+    for group in weight_groups(model):
         if choice.is_for_host(group) and choice.why_left(group) is None:
             _host_group(group, model, False)
 
@@ -245,7 +209,7 @@ def host_embeddings_(model: nn.Module, choice: "WeightChoice") -> None:
 def hold_packed_weights(model: nn.Module) -> None:
     """Does the rest of the work of `pack_model_` for modules that were given packed weights
     directly."""
-    for group in _groups(model):
+    for group in weight_groups(model):
         if isinstance(group.weight, PackedWeight):
             _replace(group, group.weight)
 
@@ -262,7 +226,7 @@ def report_model(
         otherwise: the reason for all other plain weights.
     """
     packed, left, seen = [], [], set()
-    for group in _groups(model):
+    for group in weight_groups(model):
         weight = group.weight
         seen.add(id(weight))
         if isinstance(weight, PackedWeight):
@@ -308,7 +272,7 @@ def _report_left(name: str, weight: Tensor, reason: str) -> LeftWeight:
     return LeftWeight(name, tuple(weight.shape), dtype, _held_nbytes(weight), reason)
 
 
-def _replace(group: _Group, parameter: Any) -> None:
+def _replace(group: WeightGroup, parameter: Any) -> None:
     for module in group.modules.values():
         if type(module) is nn.Linear:
             change_class(module, PackedLinear)
@@ -367,10 +331,10 @@ class WeightChoice:
         Returns:
             For the name of each such parameter: whether a linear layer multiplies with it.
         """
-        groups: dict[str, _Group] = {}
-        for group in _groups(self._model):
+        groups: dict[str, WeightGroup] = {}
+        for group in weight_groups(self._model):
             for own in group.parameter_names:
-                groups.setdefault(tied.get(own, own), _Group()).modules |= group.modules
+                groups.setdefault(tied.get(own, own), WeightGroup()).modules |= group.modules
         wanted = [
             group
             for group in groups.values()
@@ -378,19 +342,19 @@ class WeightChoice:
         ]
         return {n: group.is_multiplied for group in wanted for n in group.parameter_names}
 
-    def why_left(self, group: _Group) -> str | None:
+    def why_left(self, group: WeightGroup) -> str | None:
         """Why a weight stays as it is; None if it is to be packed."""
         reason = self._why_excluded(group)
         if reason is None and self.is_for_host(group):
             return self._why_not_hosted(group.weight)
         return reason or self._why_weight_left(group.weight)
 
-    def is_for_host(self, group: _Group) -> bool:
+    def is_for_host(self, group: WeightGroup) -> bool:
         """Whether the rows of a weight, if it is packed, go to memory of the host."""
         modules = group.modules.values()
         return self._embeddings == IN_HOST and all(isinstance(m, self._looks_up) for m in modules)
 
-    def _why_excluded(self, group: _Group) -> str | None:
+    def _why_excluded(self, group: WeightGroup) -> str | None:
         for module in group.modules.values():
             reason = self._why_module_left(module)
             if reason is not None:
@@ -414,7 +378,7 @@ class WeightChoice:
         names = self._names[id(module)]
         return "skipped" if any(self._skips(name, module) for name in names) else None
 
-    def _why_unwanted(self, group: _Group) -> str | None:
+    def _why_unwanted(self, group: WeightGroup) -> str | None:
         modules = group.modules.values()
         linears = [module for module in modules if isinstance(module, nn.Linear)]
         if any(self._lm_head or id(module) not in self._outputs for module in linears):
@@ -520,13 +484,9 @@ def unpack_model_(model: nn.Module) -> None:
         True
     """
     _require_module(model)
-    groups = [group for group in _groups(model) if _was_packed(group)]
-    for name, module in ((n, m) for group in groups for n, m in group.modules.items()):
-        if offloaded_weight(module) is not None:
-            raise ValueError(
-                f"the weight of {name} is offloaded by accelerate; call "
-                "accelerate.hooks.remove_hook_from_module(model, recurse=True) first"
-            )
+    groups = [group for group in weight_groups(model) if _was_packed(group)]
+    for group in groups:
+        require_weights(group.modules)
     for group in groups:
         plain: Any = group.weight
         if isinstance(plain, PackedWeight):
@@ -539,7 +499,7 @@ def unpack_model_(model: nn.Module) -> None:
     forget_method(model)
 
 
-def _was_packed(group: _Group) -> bool:
+def _was_packed(group: WeightGroup) -> bool:
     """Whether the weight is packed, or was packed until it was to be trained."""
     is_layer = any(type(module) is PackedLinear for module in group.modules.values())
     return is_layer or isinstance(group.weight, PackedWeight)

@@ -7,7 +7,7 @@ accelerate need not be installed: the hook is `module._hf_hook`, and has a mappi
 """
 
 from collections import ChainMap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 from packhorse.device.packed_weight import PackedWeight
 from packhorse.device.packing import array_names, join_arrays
 
-__all__ = ["HOOK", "join_offloaded", "offloaded_weight"]
+__all__ = ["HOOK", "join_offloaded", "offloaded_weight", "require_weights"]
 
 HOOK = "_hf_hook"
 _ARRAYS = array_names("weight").values()
@@ -55,9 +55,31 @@ def join_offloaded(module: nn.Module) -> None:
 
 
 def offloaded_weight(module: nn.Module) -> PackedWeight | None:
-    """The packed weight that hooks keep in host memory; None if they keep none."""
+    """The packed weight that hooks keep in host memory; None if they keep none.
+
+    Raises:
+        CorruptionError: as `join_offloaded`.
+    """
+    join_offloaded(module)  # hooks may have come since, and the module did not run yet
     for hook in _hooks(module):
         weight = hook.weights_map.get("weight")
         if isinstance(weight, PackedWeight):
             return weight
     return None
+
+
+def require_weights(modules: Mapping[str, nn.Module]) -> None:
+    """Checks that modules hold their weights themselves.
+
+    Args:
+        modules: modules with packed weights, by their names in the model.
+
+    Raises:
+        ValueError: hooks keep the weight of one.
+    """
+    for name, module in modules.items():
+        if offloaded_weight(module) is not None:
+            raise ValueError(
+                f"the weight of {name} is offloaded by accelerate; call "
+                "accelerate.hooks.remove_hook_from_module(model, recurse=True) first"
+            )

@@ -15,7 +15,8 @@ A detached weight shares its arrays with the original, so each sees what is writ
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -23,10 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_map
 
-from packhorse.device import operators
-from packhorse.device.decoded_rows import assign_rows, decode_rows, require_frozen
+from packhorse.device import operators, weight_operators  # noqa: F401  (registers operators)
+from packhorse.device.decoded_operators import run_decoded
+from packhorse.device.decoded_rows import assign_rows, decode_rows
+from packhorse.device.host_planes import HostPlanes
 from packhorse.device.operators import is_transformed, obey_autocast
 from packhorse.device.packed_arrays import check_arrays, empty_arrays, pack_arrays, resolve_format
 from packhorse.kernels.arrays import WeightTensors
@@ -46,6 +48,12 @@ class _Held:
     format: WeightFormat
     n_columns: int
     max_row_exceptions: int | None = None  # None: not counted yet
+    host: HostPlanes | None = None  # where the planes are, if the device's arrays only show them
+
+    @property
+    def stored(self) -> WeightTensors:
+        """The arrays in their own memory, from which they can be copied."""
+        return self.arrays if self.host is None else self.host.on_host(self.arrays)
 
 
 class PackedWeight(Tensor):
@@ -157,6 +165,44 @@ class PackedWeight(Tensor):
         return sum(array.numel() * array.element_size() for array in self._held.arrays)
 
     @property
+    def host_nbytes(self) -> int:
+        """Bytes of host memory that a GPU's weight takes; 0 unless `offload_model_` has moved it
+        there."""
+        return 0 if self._held.host is None else self._held.host.nbytes
+
+    @property
+    def stored_arrays(self) -> WeightTensors:
+        """The arrays as `arrays`, except that planes in host memory are tensors of the host."""
+        return self._held.stored
+
+    def in_host_memory(self, host: HostPlanes) -> "PackedWeight":
+        """The weight as a device sees it whose GPU reads the planes in host memory.
+
+        Args:
+            host: the planes of this weight, copied for the device.
+
+        Returns:
+            A weight on the device, with small arrays of its own.
+        """
+        arrays = host.on_device(self._held.arrays)
+        return PackedWeight._wrap(replace(self._held, arrays=arrays, host=host))
+
+    def lend(self, n_tokens: int) -> AbstractContextManager[WeightTensors]:
+        """The arrays for a product. Planes in host memory may be copied to a buffer that other
+        weights use afterwards.
+
+        Args:
+            n_tokens: vectors that the weight is multiplied with.
+
+        Returns:
+            A context with the arrays; the product is launched before it ends.
+        """
+        held = self._held
+        if held.host is None:
+            return nullcontext(held.arrays)
+        return held.host.lend(held.arrays, n_tokens)
+
+    @property
     def bits_per_weight(self) -> float:
         """Bits that an element takes, with exceptions and padding; 0 for an empty matrix."""
         return 8 * self.packed_nbytes / max(self.numel(), 1)
@@ -206,11 +252,15 @@ class PackedWeight(Tensor):
     @property
     def data(self) -> Tensor:
         """The same weight, detached; values that are assigned to it are packed. They may have
-        another number of rows or columns."""
+        another number of rows or columns. A packed weight of another device takes the place of this
+        one, as libraries move parameters that way."""
         return self.detach()
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        if isinstance(value, PackedWeight) and value.device != self.device:
+            _become(self, _like(self, PackedWeight._wrap(value._held)))
+            return
         if value.dtype != torch.bfloat16 or value.device != self.device:
             found, own = f"{value.dtype} on {value.device}", f"torch.bfloat16 on {self.device}"
             raise TypeError(
@@ -251,14 +301,29 @@ class PackedWeight(Tensor):
 
     # PyTorch's own method would access memory that does not exist.
     def share_memory_(self) -> "PackedWeight":
-        """Moves the arrays to shared memory, for other processes; returns the weight itself."""
-        for array in self._held.arrays:
+        """Moves the arrays to shared memory, for other processes; returns the weight itself. Those
+        of a GPU stay where they are, and so do planes that a GPU reads in host memory."""
+        for array in self._held.arrays if self._held.host is None else ():
             array.share_memory_()  # type: ignore[no-untyped-call]
         return self
 
     def is_shared(self) -> bool:
         """Whether the arrays are in shared memory, or on a GPU."""
         return all(array.is_shared() for array in self._held.arrays)  # type: ignore[no-untyped-call]
+
+    # safetensors asks for it when it is given packed weights as a whole, and so does diffusers when
+    # it is to offload weights to the disk.
+    def storage(self) -> NoReturn:
+        """Refuses, because there is no plain memory.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "a packed weight has no plain memory that could be written to a file: save the state "
+            "dict of its module, which has its arrays, or weight.unpack(). With diffusers, offload "
+            "without offload_to_disk_path"
+        )
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         raise BufferError(
@@ -291,7 +356,7 @@ class PackedWeight(Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         held = self._held
         traits = isinstance(self, Parameter), held.max_row_exceptions is not None
-        return rebuild_weight, (tuple(held.arrays), held.format.name, held.n_columns, *traits)
+        return rebuild_weight, (tuple(held.stored), held.format.name, held.n_columns, *traits)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, int | None]]:
         return list(WeightTensors._fields), (self.format.name, self._held.max_row_exceptions)
@@ -394,49 +459,6 @@ def _embedding(
     return found
 
 
-# Operators on the packed weight as a whole. PackedWeight handles them; with a plain weight they are
-# PyTorch's own. Gradients are defined here, because autograd does not see the arrays.
-
-
-@torch.library.custom_op("packhorse::linear", mutates_args=())
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return F.linear(input, weight, bias)
-
-
-@_linear.register_fake
-def _(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return F.linear(input, weight, bias)
-
-
-def _keep_weight(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    weight = inputs[1]
-    require_frozen(weight)
-    ctx.save_for_backward(weight)
-
-
-def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
-    (weight,) = ctx.saved_tensors
-    # Hooks on saved tensors, such as save_on_cpu, may return the plain matrix.
-    plain = weight.unpack if isinstance(weight, PackedWeight) else lambda: weight
-    to_input = grad @ plain() if ctx.needs_input_grad[0] else None
-    # PyTorch leaves out arguments that have their default value.
-    needs_bias = len(ctx.needs_input_grad) > 2 and ctx.needs_input_grad[2]
-    return to_input, None, grad[None].flatten(0, -2).sum(0) if needs_bias else None
-
-
-_linear.register_autograd(_linear_backward, setup_context=_keep_weight)
-
-
-@torch.library.custom_op("packhorse::embedding", mutates_args=())
-def _embedding_op(input: Tensor, weight: Tensor) -> Tensor:
-    return F.embedding(input, weight)
-
-
-@_embedding_op.register_fake
-def _(input: Tensor, weight: Tensor) -> Tensor:
-    return F.embedding(input, weight)
-
-
 # How a packed weight handles operators; all that are not listed go to `_run_decoded`.
 
 
@@ -444,9 +466,11 @@ def _run_linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
     x, weight, bias = _bind(args, kwargs)
     if not isinstance(weight, PackedWeight) or isinstance(x, PackedWeight):
         raise TypeError("the input of a linear layer must be a plain tensor, not a packed weight")
-    product: Tensor = torch.ops.packhorse.multiply_weight(
-        x, *weight.arrays, bias, weight.format.name, weight.shape[1]
-    )
+    n_columns = weight.shape[1]
+    with weight.lend(x.numel() // n_columns) as arrays:
+        product: Tensor = torch.ops.packhorse.multiply_weight(
+            x, *arrays, bias, weight.format.name, n_columns
+        )
     return product
 
 
@@ -479,8 +503,21 @@ def _copy_arrays(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         for name, value in kwargs.items()
         if name in ("device", "non_blocking", "pin_memory")
     }
-    arrays = WeightTensors(*(func(array, **kept) for array in held.arrays))
-    return PackedWeight._wrap(_Held(arrays, held.format, held.n_columns, held.max_row_exceptions))
+    if held.host is not None:  # the copy lies on the device as a whole
+        kept.setdefault("device", args[0].device)
+        func = _aten._to_copy.default
+    arrays = WeightTensors(*(func(array, **kept) for array in held.stored))
+    return PackedWeight._wrap(replace(held, arrays=arrays, host=None))
+
+
+def _is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    arrays = [array for array in args[0]._held.stored if array.numel()]
+    return all(func(array, *args[1:], **kwargs) for array in arrays)
+
+
+def _record_stream(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for array in args[0]._held.arrays:
+        func(array, *args[1:], **kwargs)
 
 
 def _make_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -504,9 +541,16 @@ def _assign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     if not isinstance(source, PackedWeight):
         arrays = pack_arrays(source.to(torch.bfloat16), target.format)
         source = PackedWeight(arrays, target.format, target.shape[1])
-    moved = WeightTensors(*(array.to(target.device, copy=True) for array in source.arrays))
     held = target._held
-    held.arrays, held.format = moved, source.format
+    if held.host is None:
+        moved = (array.to(target.device, copy=True) for array in source._held.stored)
+        held.arrays, held.format = WeightTensors(*moved), source.format
+    else:
+        if source.format is not held.format:
+            arrays = pack_arrays(source.unpack(), held.format)
+            source = PackedWeight(arrays, held.format, held.n_columns)
+        held.host.write(source._held.stored)
+        held.arrays = held.host.on_device(source.arrays)
     was_prepared = held.max_row_exceptions is not None
     held.max_row_exceptions = source._held.max_row_exceptions
     if was_prepared and held.max_row_exceptions is None:
@@ -515,43 +559,7 @@ def _assign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _run_decoded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs any other operator on plain matrices, and packs the matrices that it has written to
-    again."""
-    schema = func._schema
-    if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
-        _refuse_view(func)
-    plain: dict[int, Tensor] = {}
-
-    def decode(value: Any) -> Any:
-        if isinstance(value, PackedWeight):
-            return plain.setdefault(id(value), value.unpack())
-        return value
-
-    result = func(*tree_map(decode, args), **tree_map(decode, kwargs))
-    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False))
-    given |= kwargs
-    for argument in schema.arguments:
-        written = argument.alias_info is not None and argument.alias_info.is_write
-        value = given.get(argument.name)
-        if not written or value is None:
-            continue
-        if isinstance(value, PackedWeight):
-            value.copy_(plain[id(value)])
-            result = value if result is plain[id(value)] else result
-        elif isinstance(value, (list, tuple)) and any(isinstance(v, PackedWeight) for v in value):
-            raise NotImplementedError(f"{func} cannot write to a list of packed weights")
-    return result
-
-
-def _refuse_view(func: Any) -> NoReturn:
-    raise NotImplementedError(
-        f"{func} would return a view of a packed weight, which has no plain memory; use "
-        "weight.unpack() for the plain matrix, weight.gather_rows(rows) for rows, or F.linear(x, "
-        "weight) instead of x @ weight.T; or leave the layer plain: PackhorseConfig takes "
-        "lm_head=False, embeddings=False and modules_to_not_convert, pack_model_ takes skip. For "
-        "parallel training, give DistributedDataParallel init_sync=False, and give fully_shard "
-        "packed weights as ignored_params"
-    )
+    return run_decoded(PackedWeight, func, args, kwargs)
 
 
 _HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
@@ -561,6 +569,8 @@ _HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     _aten._to_copy.default: _copy_arrays,
     _aten._pin_memory.default: _copy_arrays,
     _aten.empty_like.default: _make_empty,
+    _aten.is_pinned.default: _is_pinned,
+    _aten.record_stream.default: _record_stream,
     _aten.copy_.default: _assign,
     torch.ops.packhorse.linear.default: _run_linear,
     torch.ops.packhorse.embedding.default: _run_embedding,

@@ -121,8 +121,11 @@ def _former_name(name: str) -> str:
 
 def split_weight(weight: PackedWeight, name: str) -> dict[str, Tensor]:
     """The arrays of a packed weight as plain tensors for a state dict, by name; nothing is copied.
-    The high bits get a third dimension, so that their shape is never that of the matrix."""
-    arrays = weight.arrays._asdict() | {_HIGH_BITS: weight.high_bits[..., None]}
+    The high bits get a third dimension, so that their shape is never that of the matrix. If the
+    planes are in host memory, all arrays are tensors of the host."""
+    stored = weight.stored_arrays
+    arrays = {field: array.to(stored.device) for field, array in stored._asdict().items()}
+    arrays[_HIGH_BITS] = stored.high_bits[..., None]
     return {key: arrays[field] for field, key in array_names(name).items()}
 
 

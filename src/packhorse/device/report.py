@@ -1,8 +1,8 @@
-"""Reports on packing a model, weight by weight."""
+"""Reports on packing a model and on moving its weights, weight by weight."""
 
 from dataclasses import dataclass
 
-__all__ = ["LeftWeight", "PackReport", "WeightReport"]
+__all__ = ["LeftWeight", "PackReport", "PlacedWeight", "PlacementReport", "WeightReport"]
 
 _MIB = 1 << 20
 
@@ -124,3 +124,70 @@ def _line(row: tuple[str, ...], widths: list[int]) -> str:
         text.ljust(width) if i <= right else text.rjust(width)
         for i, (text, width) in enumerate(left)
     )
+
+
+@dataclass(frozen=True)
+class PlacedWeight:
+    """Where a packed weight is.
+
+    Attributes:
+        name: names of the modules that have it, joined by " = ".
+        format: name of its format.
+        host_nbytes: bytes of host memory; 0 if it is in device memory.
+        device_nbytes: bytes of device memory.
+    """
+
+    name: str
+    format: str
+    host_nbytes: int
+    device_nbytes: int
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether its planes are in host memory."""
+        return self.host_nbytes > 0
+
+
+@dataclass(frozen=True)
+class PlacementReport:
+    """The result of `offload_model_`; `str` makes a table of it.
+
+    Attributes:
+        weights: all packed weights, in the order of the modules.
+        device: the device that computes.
+        ring_nbytes: bytes of device memory for weights on their way.
+        view_tokens: products with at most so many tokens read weights where they are.
+    """
+
+    weights: tuple[PlacedWeight, ...]
+    device: str
+    ring_nbytes: int
+    view_tokens: int
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of packed weights in host memory."""
+        return sum(weight.host_nbytes for weight in self.weights)
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes of packed weights in device memory, with the ring."""
+        return self.ring_nbytes + sum(weight.device_nbytes for weight in self.weights)
+
+    def __str__(self) -> str:
+        rows = [("weight", "format", "planes in", "MiB host", "MiB device")]
+        for weight in self.weights:
+            where = "host memory" if weight.is_on_host else self.device
+            sizes = _mib(weight.host_nbytes), _mib(weight.device_nbytes)
+            rows.append((weight.name, weight.format, where, *sizes))
+        widths = [max(len(row[i]) for row in rows) for i in range(5)]
+        return "\n".join([*(_line(row, widths).rstrip() for row in rows), self._summary()])
+
+    def _summary(self) -> str:
+        n_moved = sum(weight.is_on_host for weight in self.weights)
+        n_left = len(self.weights) - n_moved
+        return (
+            f"{n_moved} in host memory, {_mib(self.host_nbytes)} MiB; {n_left} on {self.device}; "
+            f"{_mib(self.device_nbytes)} MiB there, of which {_mib(self.ring_nbytes)} MiB for "
+            f"weights on their way; up to {self.view_tokens} tokens read weights where they are"
+        )

@@ -1,18 +1,19 @@
-"""Times kernels on a GPU.
+"""Times work on a GPU.
 
 A measurement replays a CUDA graph of several calls, each with its own copy of the data, and takes
 the median of the times. Together, the copies are larger than the L2 cache, so each call finds its
-data in device memory, as it would in a model.
+data in device memory, as it would in a model. Work that a graph cannot hold is timed as it runs.
 """
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 
 import torch
 from triton import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
-__all__ = ["CANNOT_RUN", "CHAIN_NBYTES", "N_REPLAYS", "chain_copies", "time_chain"]
+__all__ = ["CANNOT_RUN", "CHAIN_NBYTES", "N_REPLAYS", "chain_copies", "time_calls", "time_chain"]
 
 CHAIN_NBYTES = 240_000_000  # four times the largest L2 cache
 N_REPLAYS = 30
@@ -47,6 +48,38 @@ def time_chain(calls: Sequence[Callable[[], object]], *, n_replays: int = N_REPL
             times.append(seconds)
     graph.reset()
     return statistics.median(times) / len(calls)
+
+
+def time_calls(
+    calls: Sequence[Callable[[], object]], device: torch.device, *, n_rounds: int = 10
+) -> float:
+    """Seconds of one call: the median over rounds of all calls in order, without a graph.
+
+    Args:
+        calls: the first round is not timed.
+        device: where their work runs; on the host, by its clock.
+        n_rounds: timed rounds.
+    """
+    times = []
+    for _ in range(n_rounds + 1):
+        times.append(_time_round(calls, device))
+    return statistics.median(times[1:]) / len(calls)
+
+
+def _time_round(calls: Sequence[Callable[[], object]], device: torch.device) -> float:
+    if device.type != "cuda":
+        before = time.perf_counter()
+        for call in calls:
+            call()
+        return time.perf_counter() - before
+    with torch.cuda.device(device):
+        start, end = (torch.cuda.Event(True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        for call in calls:
+            call()
+        end.record()
+        end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
 
 
 def _replay(graph: torch.cuda.CUDAGraph) -> float:

@@ -1,0 +1,198 @@
+"""Measure layers whose weights lie in host memory: `python benchmarks/gpu.py layers`.
+
+A stack of equal layers takes turns, as the layers of a model do, with 1 to 64 tokens:
+
+- `device`: packed, in device memory; what the link costs is what the others take more;
+- `views`: packed, kernels read the planes in host memory;
+- `ring`: packed, the copy engine brings the next layer while this one runs;
+- `plain views`: BF16, cuBLAS reads the matrix in host memory;
+- `plain ring`: BF16, brought by the same ring, from the same kind of memory.
+
+Before anything is timed, all layers are compared: packed ones with those in device memory, plain
+ones with cuBLAS in device memory, bit for bit. The rate is that of the bytes in host memory. The
+result goes to `benchmarks/results/gpu/layers.json`, with date, card and command.
+
+`--smoke` runs it on a tiny scale in Triton's interpreter; its times mean nothing.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULT = ROOT / "benchmarks" / "results" / "gpu" / "layers.json"
+SHAPE = (14336, 4096)  # the largest matrix of a layer of a Llama of 8B
+N_LAYERS = 16  # 1.9 GB of BF16, far more than any cache
+TOKENS = (1, 2, 4, 8, 16, 32, 64)
+
+
+def main(argv: list[str]) -> int:
+    """Run what the command line asks for.
+
+    Args:
+        argv: the arguments after `layers`.
+
+    Returns:
+        The exit status: 3 without a GPU.
+    """
+    args = _parse(argv)
+    if args.smoke:
+        os.environ["TRITON_INTERPRET"] = "1"
+    import torch
+
+    if not args.smoke and not torch.cuda.is_available():
+        print("no CUDA GPU is here; --smoke tries the command without one", file=sys.stderr)
+        return 3
+    rows = measure(args.smoke, args.rounds)
+    found = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "card": "none: interpreted" if args.smoke else torch.cuda.get_device_name(0),
+        "command": " ".join(["benchmarks/gpu.py", "layers", *argv]),
+        "torch": torch.__version__,
+        "rows": rows,
+    }
+    print_rows(rows)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="gpu.py layers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--rounds", type=int, default=10, metavar="N", help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=RESULT, metavar="FILE")
+    parser.add_argument("--smoke", action="store_true", help="without a GPU, on a tiny scale")
+    return parser.parse_args(argv)
+
+
+def measure(smoke: bool, n_rounds: int) -> list[dict[str, Any]]:
+    """Seconds of a layer for each way and number of tokens.
+
+    Args:
+        smoke: on a tiny scale, on the host.
+        n_rounds: timed passes over all layers.
+
+    Returns:
+        Rows with the way, the number of tokens, seconds, and bytes of the layer in host memory.
+
+    Raises:
+        SystemExit: a way gives other bits than the same kernels on device memory.
+    """
+    import torch
+
+    from packhorse.gpu.timing import time_calls
+
+    device = torch.device("cpu" if smoke else "cuda:0")
+    n_rows, n_columns = (16, 96) if smoke else SHAPE
+    ways = _ways(device, n_rows, n_columns, 2 if smoke else N_LAYERS)
+    rows = []
+    for n_tokens in (3,) if smoke else TOKENS:
+        x = torch.randn(n_tokens, n_columns, generator=torch.Generator().manual_seed(n_tokens))
+        x = x.to(device, torch.bfloat16)
+        expected: dict[bool, Any] = {}
+        for name, (layers, nbytes) in ways.items():
+            calls = [partial(layer, x) for layer in layers]
+            same = expected.setdefault("plain" in name, calls[0]())
+            if not all(torch.equal(call(), same) for call in calls):
+                raise SystemExit(f"{name} with {n_tokens} tokens gives other bits")
+            if name != "plain device":
+                seconds = time_calls(calls, device, n_rounds=n_rounds)
+                rows.append(
+                    {"way": name, "n_tokens": n_tokens, "seconds": seconds, "nbytes": nbytes}
+                )
+    return rows
+
+
+Ways = dict[str, tuple[Sequence[Callable[[Any], Any]], int]]
+
+
+def _ways(device: Any, n_rows: int, n_columns: int, n_layers: int) -> Ways:
+    """The layers of each way, and bytes of a layer in host memory; the first way of packed and of
+    plain weights is in device memory. All layers have the same weight, in memory of their own."""
+    import torch
+    import torch.nn.functional as F
+
+    from packhorse.device import pack_weight
+    from packhorse.device.host_planes import HostPlanes, planes_nbytes
+    from packhorse.device.matrix_tuning import random_weight
+    from packhorse.device.products import multiply
+    from packhorse.gpu.copy_ring import CopyRing
+    from packhorse.layout import W12
+
+    plain = random_weight(n_rows, n_columns, torch.device("cpu"))
+    packed = pack_weight(plain, W12).arrays
+    ring = CopyRing(planes_nbytes(packed), device)
+    planes = [HostPlanes(packed, device, ring, 0) for _ in range(n_layers)]
+    views = [each.on_device(packed) for each in planes]
+    ring.expect(planes)
+    stored = [_Plain(plain, device) for _ in range(n_layers)]
+    plain_ring = CopyRing(plain.nbytes, device)
+    plain_ring.expect(stored)
+    resident = type(packed)(*(array.to(device) for array in packed))
+    matrix = plain.to(device)
+
+    def through_ring(of: HostPlanes, arrays: Any, x: Any) -> Any:
+        with of.lend(arrays, len(x)) as lent:
+            return multiply(x, lent, W12, n_columns)
+
+    def through_plain_ring(of: _Plain, x: Any) -> Any:
+        with plain_ring.lend(of) as copied:
+            return F.linear(x, copied.view(torch.bfloat16).view(n_rows, n_columns))
+
+    nbytes = planes[0].nbytes
+    return {
+        "device": ([lambda x: multiply(x, resident, W12, n_columns)] * n_layers, 0),
+        "views": ([partial(_by_view, arrays, n_columns) for arrays in views], nbytes),
+        "ring": (
+            [partial(through_ring, *pair) for pair in zip(planes, views, strict=True)],
+            nbytes,
+        ),
+        "plain device": ([lambda x: F.linear(x, matrix)] * n_layers, 0),
+        "plain views": ([lambda x, of=of: F.linear(x, of.view) for of in stored], plain.nbytes),
+        "plain ring": ([partial(through_plain_ring, of) for of in stored], plain.nbytes),
+    }
+
+
+def _by_view(arrays: Any, n_columns: int, x: Any) -> Any:
+    from packhorse.device.products import multiply
+    from packhorse.layout import W12
+
+    return multiply(x, arrays, W12, n_columns)
+
+
+class _Plain:
+    """A plain matrix in memory of the same kind as that of packed planes."""
+
+    def __init__(self, plain: Any, device: Any) -> None:
+        import torch
+
+        from packhorse.gpu.host_memory import host_memory
+
+        memory = host_memory(plain.nbytes, device=device)
+        self.stored = memory.tensor()
+        self.stored.view(torch.bfloat16).copy_(plain.view(-1))
+        self.view = memory.tensor(device).view(torch.bfloat16).view(plain.shape)
+
+
+def print_rows(rows: Sequence[dict[str, Any]]) -> None:
+    """Print a table: microseconds of a layer, and GB/s of its bytes in host memory."""
+    names = list(dict.fromkeys(row["way"] for row in rows))
+    print("microseconds of a layer (GB/s of its bytes in host memory)")
+    print("tokens", *(f"{name:>20}" for name in names))
+    for n_tokens in dict.fromkeys(row["n_tokens"] for row in rows):
+        cells = []
+        for row in rows:
+            if row["n_tokens"] == n_tokens:
+                rate = f" ({row['nbytes'] / row['seconds'] / 1e9:.1f})" if row["nbytes"] else ""
+                cells.append(f"{row['seconds'] * 1e6:.0f}{rate}".rjust(20))
+        print(f"{n_tokens:6}", *cells)
