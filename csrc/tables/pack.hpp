@@ -5,6 +5,7 @@
 
 #include "common/parallel.hpp"
 #include "common/scratch.hpp"
+#include "tables/flagged_avx512.hpp"
 #include "tables/triples_avx2.hpp"
 
 namespace packhorse {
@@ -24,9 +25,9 @@ struct TableExceptionList {
 };
 
 // Finds the lowest code of a value. Up to 16 values are compared one by one, for many elements at
-// once. More are found by a hash without collisions: of some multipliers, the first one that gives
-// each value a slot of its own is taken. So a look-up has no branch, because values come in no
-// order that a processor could predict.
+// once. More are found in a list of all numbers of 16 bits, or for larger numbers by a hash without
+// collisions: of some multipliers, the first one that gives each value a slot of its own is taken.
+// So a look-up has no branch, because values come in no order that a processor could predict.
 template <class U>
 class TableCodes {
   public:
@@ -35,7 +36,13 @@ class TableCodes {
 
     explicit TableCodes(const TableElements<U>& table)
         : table_(table), is_hashed_(table.code_bits > kComparedBits) {
-        constexpr std::size_t kTries = 64;
+        constexpr std::size_t kTries = 256;
+        if (is_hashed_ && sizeof(U) == 2) {
+            listed_.assign(std::size_t{1} << 16, kNone);
+            for (uint32_t i = 1u << table.code_bits; i-- > 0;)
+                listed_[static_cast<std::size_t>(table.values[i])] = static_cast<uint16_t>(i);
+            return;
+        }
         for (std::size_t i = 0; is_hashed_ && !is_perfect_ && i < kTries; ++i) {
             multiplier_ = multiplier_ * 0xD1342543DE82EF95u + 2;  // stays odd
             is_perfect_ = fill();
@@ -43,6 +50,8 @@ class TableCodes {
     }
 
     bool is_hashed() const { return is_hashed_; }
+    // The code of each number, or kNone; null if there is no such list.
+    const uint16_t* listed() const { return listed_.empty() ? nullptr : listed_.data(); }
     // Whether look_up() finds every value that has a code.
     bool is_perfect() const { return is_perfect_; }
     uint64_t multiplier() const { return multiplier_; }
@@ -55,6 +64,7 @@ class TableCodes {
 
     // The code of a value, or kNone.
     PACKHORSE_INLINE uint32_t find(U value) const {
+        if (sizeof(U) == 2 && is_hashed_) return listed_[static_cast<std::size_t>(value)];
         if (is_perfect_) {
             const uint32_t code = slots_[slot_of(value, multiplier_)];
             return table_.values[code] == value ? code : kNone;
@@ -75,7 +85,7 @@ class TableCodes {
     }
 
   private:
-    static constexpr std::size_t kSlotsLog = 16;
+    static constexpr std::size_t kSlotsLog = 14;  // fits the first cache
     static constexpr std::size_t kSlots = std::size_t{1} << kSlotsLog;
 
     // Returns whether each value has a slot of its own. Other slots have code 0.
@@ -96,7 +106,26 @@ class TableCodes {
     bool is_perfect_ = false;
     uint64_t multiplier_ = 0x9E3779B97F4A7C15u;
     uint8_t slots_[kSlots];
+    std::vector<uint16_t> listed_;
 };
+
+// Packs elements whose values have a code in a list.
+template <class U>
+inline void pack_listed(const TableElements<U>& table, const uint16_t* __restrict listed,
+                        const uint8_t* __restrict src, std::size_t n, U* __restrict packed,
+                        U* __restrict found) {
+    const U outside = static_cast<U>(~table.rest_mask());
+    const uint32_t rest_bits = table.rest_bits;
+    for (std::size_t c = 0; c < n; ++c) {
+        const U element = load<U>(src + sizeof(U) * c);
+        const uint32_t code = listed[static_cast<std::size_t>(element & outside)];
+        const auto hit = static_cast<U>(code == TableCodes<U>::kNone ? 0 : ~U{0});
+        U whole = static_cast<U>(code);
+        if (rest_bits != 0) whole = static_cast<U>(code << rest_bits | table.packed_rest(element));
+        packed[c] = static_cast<U>(whole & hit);
+        found[c] = hit;
+    }
+}
 
 // Packs elements whose values have slots of their own.
 template <class U>
@@ -156,6 +185,9 @@ PACKHORSE_INLINE void pack_compared(const TableElements<U>& table, const uint8_t
 template <class U>
 inline void pack_elements(const TableElements<U>& table, const TableCodes<U>& codes,
                           const uint8_t* src, std::size_t n, U* packed, U* found, Isa isa) {
+    if constexpr (sizeof(U) == 2)
+        if (codes.listed() != nullptr)
+            return pack_listed(table, codes.listed(), src, n, packed, found);
     if (codes.is_perfect()) return pack_hashed(table, codes, src, n, packed, found);
     if (codes.is_hashed()) {
         const U mask = table.rest_mask();
@@ -200,7 +232,7 @@ struct TableScratch {
     U* packed;
     U* found;
     uint8_t* high;    // n + 2 bytes, rounded up to 8
-    uint8_t* stored;  // packed elements of n + 1 columns
+    uint8_t* stored;  // packed elements of n columns, and 64 bytes more
 
     explicit TableScratch(std::size_t n)
         : TableScratch(round_up(n * sizeof(U), 64), round_up(n + 2, 64)) {}
@@ -332,6 +364,22 @@ inline uint8_t* store_flagged(const U* packed, const uint8_t* flags, std::size_t
     return at;
 }
 
+// As store_flagged() for the low bytes of packed elements, or for whole ones.
+template <class U>
+inline uint8_t* store_stored(const U* packed, const uint8_t* flags, std::size_t n,
+                             std::size_t nbytes, uint8_t* at, Isa isa) {
+    if (nbytes == 0) return at;
+#if PACKHORSE_X86
+    if (isa >= Isa::kAvx512Vbmi2) {
+        if (nbytes == 1) return store_flagged_avx512<U, 1>(packed, flags, n, at);
+        return store_flagged_avx512<U, sizeof(U)>(packed, flags, n, at);
+    }
+#endif
+    (void)isa;
+    if (nbytes == 1) return store_flagged<uint8_t>(packed, flags, n, at);
+    return store_flagged<U>(packed, flags, n, at);
+}
+
 // A row of a bitmap. Often half of the columns are stored, so nothing here branches on a column.
 // The row is zero before.
 template <class U>
@@ -371,7 +419,7 @@ inline void pack_bitmap(const TableShape& shape, const TableElements<U>& table,
     uint8_t* const bitmap = row + shape.row_value_nbytes();
     for (std::size_t i = 0; i < padded; i += 8) {
         uint64_t eight = load<uint64_t>(flags + i);
-        auto count = static_cast<std::size_t>(std::popcount(eight));
+        std::size_t count = eight * 0x0101010101010101u >> 56;  // each byte is 0 or 1
         for (; count > left; --count) {  // beyond the capacity: the last ones are not stored
             eight &= ~(uint64_t{1} << (63 - static_cast<uint32_t>(std::countl_zero(eight))));
             store(flags + i, eight);
@@ -379,11 +427,10 @@ inline void pack_bitmap(const TableShape& shape, const TableElements<U>& table,
         left -= count;
         bitmap[i / 8] = static_cast<uint8_t>(eight * 0x0102040810204080u >> 56);
     }
-    // Storing without a branch writes one packed element too many, so it goes to other memory.
+    // Storing without a branch writes some bytes too many, so it goes to other memory.
     uint8_t* const stored = scratch.stored;
-    uint8_t* end = stored;
-    if (shape.n_whole() == 1) end = store_flagged<uint8_t>(scratch.packed, flags, n, stored);
-    if (shape.n_whole() > 1) end = store_flagged<U>(scratch.packed, flags, n, stored);
+    const uint8_t* const end =
+        store_stored<U>(scratch.packed, flags, n, shape.n_whole(), stored, isa);
     std::memcpy(row + shape.first_nbytes(), stored, static_cast<std::size_t>(end - stored));
     bool some = false;
     bool* const result = &some;

@@ -3,6 +3,7 @@ weights that get gradients, which become plain."""
 
 import copy
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -195,10 +196,21 @@ def test_freezing_leaves_weights_packed() -> None:
     assert isinstance(model[0].weight, PackedWeight)
 
 
-def test_a_weight_in_a_graph_stays_packed() -> None:
+def test_a_weight_may_become_plain_before_the_backward_pass() -> None:
+    plain = plain_linear()
+    packed = PackedLinear.from_linear(plain)
+    x, y = inputs(3, 300).requires_grad_(), inputs(3, 300).requires_grad_()
+    product, expected = packed(x).sum(), plain(y).sum()
+    packed.weight.requires_grad_(True)
+    assert not isinstance(packed.weight, PackedWeight)
+    product.backward()
+    expected.backward()
+    assert same_bits(x.grad, y.grad)
+
+
+def test_a_weight_that_others_refer_to_stays_packed() -> None:
     packed = PackedLinear.from_linear(plain_linear())
-    product = packed(inputs(3, 300).requires_grad_())
+    reference = weakref.ref(packed.weight)  # as compiled code has it
     with pytest.raises(RuntimeError, match=r"do this first.* lm_head=False, embeddings=False"):
         packed.weight.requires_grad_(True)
-    product.sum().backward()
-    assert isinstance(packed.weight, PackedWeight)
+    assert isinstance(reference(), PackedWeight)
