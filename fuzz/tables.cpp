@@ -26,6 +26,7 @@ struct Arrays {
 
     TableRows view(const TableShape& shape) const {
         return {at<uint8_t>(0),
+                buffers[0].nbytes() / shape.stride,
                 {at<uint32_t>(1), at<uint32_t>(2), at<uint32_t>(3), at<uint16_t>(4), at<uint8_t>(5),
                  buffers[3].nbytes() / 4 - 1, buffers[5].nbytes() / shape.element_nbytes}};
     }

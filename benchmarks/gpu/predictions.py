@@ -234,7 +234,8 @@ machine code of offline compilation. Their speed is not proven. Not measured yet
 - how fast a packed file is loaded to a GPU, uploaded packed or decoded on the host;
 - what the autotuner finds, and how far the model of time is from it;
 - DFloat11 and nvCOMP on the same card;
-- gathers of packed tables from memory of the host (`python benchmarks/gpu.py host`).
+- gathers of packed tables from memory of the host (`python benchmarks/gpu.py host`);
+- layers whose weights lie in memory of the host (`python benchmarks/gpu.py layers`).
 
 One command measures all of it on a machine with a GPU (PyTorch, Triton; no network). A call takes
 less than nine minutes, and rivals are measured where they are installed:

@@ -87,6 +87,7 @@ inline std::size_t gather_table_rows(Array<const uint64_t, 1> fields,
     require(dst.shape(0) == n && dst.shape(1) == shape.row_nbytes(),
             "there must be an output row for each id");
     const TableRows from{rows.data(),
+                         n_rows,
                          {marks.data(), ranks.data(), starts.data(), columns.data(),
                           elements.data(), starts.shape(0) - 1, columns.shape(0)}};
     const ReleasedGil released(dst.nbytes());

@@ -310,7 +310,8 @@ inline void gather_sparse(const TableReader<U>& reader, const uint8_t* row, uint
     };
     if (shape.packed_bits() == 0)
         return gather(SameElement<U>{shape.has_row_value ? row_value : reader.table.values[0]});
-    if (shape.code_bits == 8) return gather(IndexedElement<U>{reader.table.values});
+    if (shape.code_bits == 8 && shape.rest_bits == 0)
+        return gather(IndexedElement<U>{reader.table.values});
     if (shape.packed_bits() == 8) return gather(NarrowElement<U>{reader.table});
     gather(PackedElement<U>{reader.table});
 }
@@ -332,17 +333,20 @@ inline std::size_t gather_scratch_nbytes(const TableShape& shape) {
 // A table in memory.
 struct TableRows {
     const uint8_t* rows;
+    std::size_t n_rows;
     TableExceptions exceptions;
 };
 
-// Rows ids[0 .. n) to `dst`, one after the other.
+// Rows ids[0 .. n) to `dst`, one after the other. Another thread may write to the ids meanwhile, so
+// each is checked where it is used; what is no row then is left out.
 template <class U>
 inline void gather_rows(const TableShape& shape, const TableRows& from, const int64_t* ids,
                         std::size_t n, uint8_t* dst, std::size_t threads, Isa isa) {
     const TableReader<U> reader(shape, isa);
     const std::size_t row_nbytes = shape.row_nbytes();
     const std::size_t at_once = std::max<std::size_t>(1, kTableBlockNbytes / row_nbytes);
-    const auto number = [&](std::size_t i) { return static_cast<std::size_t>(ids[i]); };
+    const volatile int64_t* const read_once = ids;
+    const auto number = [&](std::size_t i) { return static_cast<std::size_t>(read_once[i]); };
     parallel_for((n + at_once - 1) / at_once, threads, [&](std::size_t, std::size_t block) {
         const Scratch scratch(gather_scratch_nbytes(shape));
         const std::size_t start = block * at_once, stop = std::min(start + at_once, n);
@@ -352,6 +356,7 @@ inline void gather_rows(const TableShape& shape, const TableRows& from, const in
             if (i + kTableRowsAhead < stop)
                 fetch_row(shape, from.rows + number(i + kTableRowsAhead) * shape.stride);
             const std::size_t row = number(i);
+            if (row >= from.n_rows) continue;
             const uint8_t* const src = from.rows + row * shape.stride;
             uint8_t* const to = dst + i * row_nbytes;
             if (shape.mode == TableMode::kRaw) {

@@ -88,6 +88,14 @@ def test_all_packed_sizes(bits: int, isa: str) -> None:
             np.testing.assert_array_equal(gather(arrays, format, ids), rows[ids])
 
 
+@pytest.mark.parametrize("bits", [16, 32, 64])
+def test_stored_elements_may_have_codes_of_8_bits_and_a_rest(bits: int, isa: str) -> None:
+    values = tuple(value << bits - 8 for value in range(256))
+    rows = np.where(noise(8, 5, 70) < 40, noise(bits, 5, 70), 0).astype(f"u{bits // 8}")
+    for mode in (TableMode.BITMAP, TableMode.LIST):
+        check(rows, TableFormat(mode, bits, 70, values, rest_bits=bits - 8, capacity=9))
+
+
 def test_all_patterns_of_16_bits_come_back(isa: str) -> None:
     rows = np.arange(1 << 16, dtype=np.uint16).reshape(512, 128)
     check(rows, replace(TABLES["BF16 exponents of 4 bits"][1], n_columns=128, stride=0))
@@ -226,6 +234,16 @@ def test_values_that_triples_cannot_have_are_refused() -> None:
     sparse = replace(TABLES["bitmap and one element, 16 bits"][1], has_triples=True)
     with pytest.raises(ValueError, match="bitmap rows cannot have triples"):
         TablePacker(sparse, ROWS)
+
+
+def test_raw_rows_have_no_exceptions() -> None:
+    _, data = _header("raw, 16 bits")
+    wrong = bytearray(data)
+    wrong[40] = wrong[48] = 1
+    struct.pack_into("<I", wrong, TABLE_CRC_OFFSET, 0)
+    struct.pack_into("<I", wrong, TABLE_CRC_OFFSET, crc32c(wrong))
+    with pytest.raises(CorruptionError, match="exceptions of raw rows"):
+        decode_header(bytes(wrong))
 
 
 def test_a_later_version_is_told() -> None:

@@ -17,11 +17,13 @@ class Block:
 
 
 class LateDevice:
-    """A device with two streams that does nothing until `run`, and then what is ready, at random.
-    An event is a list that gets an item when it passes."""
+    """A device whose streams do nothing until `run`, and then what is ready, at random. An event is
+    a list that gets an item when it passes. `current` is the stream that work is launched on."""
 
     def __init__(self) -> None:
-        self.streams: dict[str, list[tuple[Any, Callable[[], object]]]] = {"work": [], "side": []}
+        names = "work", "other work", "side"
+        self.streams: dict[str, list[tuple[Any, Callable[[], object]]]] = {n: [] for n in names}
+        self.current = "work"
         self.n_copies = 0
 
     def copy(self, target: Tensor, source: Tensor, after: Any) -> Any:
@@ -32,18 +34,18 @@ class LateDevice:
         return passed
 
     def wait(self, event: Any) -> None:
-        self.streams["work"].append((event, lambda: None))
+        self.streams[self.current].append((event, lambda: None))
 
     def mark(self) -> Any:
         passed: list[int] = []
-        self.streams["work"].append((None, lambda: passed.append(1)))
+        self.streams[self.current].append((None, lambda: passed.append(1)))
         return passed
 
     def is_capturing(self) -> bool:
         return False
 
     def launch(self, work: Callable[[], object]) -> None:
-        self.streams["work"].append((None, work))
+        self.streams[self.current].append((None, work))
 
     def run(self, seed: int) -> None:
         choose = random.Random(seed)
@@ -71,6 +73,21 @@ def test_work_always_finds_its_block(seed: int) -> None:
             device.launch(lambda seen=copied: found.append(set(seen.tolist())))  # type: ignore[misc]
     device.run(seed)
     assert found == [{i} for i in expected]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_work_of_two_streams_always_finds_its_block(seed: int) -> None:
+    device, choose = LateDevice(), random.Random(seed)
+    blocks = [Block(i, 64) for i in range(3)]
+    ring = CopyRing(64, "cpu", engine=device)
+    found: list[tuple[int, set[int]]] = []
+    for _ in range(40):
+        device.current = choose.choice(["work", "other work"])
+        i = choose.randrange(len(blocks))
+        with ring.lend(blocks[i]) as copied:
+            device.launch(lambda i=i, seen=copied: found.append((i, set(seen.tolist()))))  # type: ignore[misc]
+    device.run(seed)
+    assert all(seen == {i} for i, seen in found)
 
 
 def test_a_pass_over_layers_copies_each_once_and_ahead() -> None:

@@ -3,6 +3,7 @@ copies; embeddings of other classes."""
 
 import copy
 import io
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -253,3 +254,51 @@ def test_compiled_models_run_look_ups_as_they_are() -> None:
     ids = ids_of(3, 5)
     assert same(torch.compile(model, backend="eager")(ids), model(ids))
     assert same(torch.compile(bag, backend="eager")(ids), bag(ids))
+
+
+def test_a_state_stays_as_it_was_when_rows_change() -> None:
+    module = PackedEmbedding.from_pretrained(weights())
+    state, before = module.state_dict(), module.unpacked()
+    module.update_(torch.tensor([3]), torch.ones(1, N_COLUMNS))
+    other = PackedEmbedding(N_ROWS, N_COLUMNS)
+    other.load_state_dict(state)
+    assert same(other.unpacked(), before)
+
+
+def test_modules_that_share_rows_share_them_on() -> None:
+    one, other = nn.Embedding(N_ROWS, N_COLUMNS), nn.Embedding(N_ROWS, N_COLUMNS)
+    other.weight = one.weight
+    pack_embedding_(one, other)
+    new = torch.full((1, N_COLUMNS), 1.5)
+    state = one.state_dict()
+    load = partial(one.load_state_dict, state)
+    for change in (one.repack_, one.reset_parameters, load):  # type: ignore[list-item]
+        change()
+        one.update_(torch.tensor([3]), new)  # type: ignore[operator]
+        assert same(other(torch.tensor([3])), new)
+
+
+def test_look_ups_beside_the_module_are_not_trained_in_silence() -> None:
+    module = PackedEmbedding.from_pretrained(weights(), freeze=False)
+    with pytest.raises(RuntimeError, match="call the module instead"):
+        nn.functional.embedding(torch.tensor([1]), module.weight)
+    module.requires_grad_(False)
+    assert same(nn.functional.embedding(torch.tensor([1]), module.weight), module.unpacked()[1:2])
+
+
+def test_zero_grad_forgets_the_gradient_of_the_rows() -> None:
+    module = PackedEmbedding.from_pretrained(weights(), freeze=False)
+    module(torch.tensor([1])).sum().backward()
+    assert module.gradient is not None
+    module.zero_grad()
+    assert module.gradient is None
+
+
+def test_a_class_that_has_packed_rows_keeps_them() -> None:
+    class Words(PackedEmbedding):
+        pass
+
+    module = Words(N_ROWS, N_COLUMNS)
+    with pytest.raises(TypeError, match="Words derives from PackedEmbedding"):
+        unpack_embedding_(module)
+    assert module(torch.tensor([1])).shape == (1, N_COLUMNS)

@@ -170,6 +170,19 @@ def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
         assert same(table.gather(np.arange(20)), rows)  # a bit of metadata or padding
 
 
+def test_exceptions_of_no_dimension_are_refused(tmp_path: Path) -> None:
+    rows = np.full((4, 37), 0x3D4D, np.uint16)
+    rows[1, 2] = 0x7F80  # infinity
+    format = named_tables(4, 37)["BF16 exponents of 4 bits"][1]
+    path = tmp_path / "t.safetensors"
+    save_tables({"t": pack_table(rows, way=TableWay(format, "", {}, 0.0, 0.0))}, path)
+    tensors = dict(load_file(path))
+    assert tensors["t.exception_elements"].shape == (1,)
+    save_file(tensors | {"t.exception_elements": tensors["t.exception_elements"].reshape(())}, path)
+    with pytest.raises(CorruptionError, match="exception_elements is no vector of uint16"):
+        load_table(path)
+
+
 def test_parts_that_are_missing_or_do_not_fit_are_named(
     parts: tuple[Path, dict[str, NDArray[np.generic]]],
 ) -> None:
@@ -202,6 +215,8 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     with pytest.raises(TypeError, match="dict of names, not PackedTable"):
         save_tables(table, path)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="name must be a string, not 1"):
+        save_tables({1: table}, path)  # type: ignore[dict-item]
     with pytest.raises(TypeError, match="'t' must be a PackedTable, not Tensor"):
         save_tables({"t": bf16_rows(10)}, path)  # type: ignore[dict-item]
     assert not path.exists()

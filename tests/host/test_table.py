@@ -266,3 +266,22 @@ def test_tables_are_pickled_for_spawned_workers_only(shared: bool) -> None:
 def test_tables_are_described() -> None:
     assert "raw" in repr(pack_table(np.random.default_rng(0).random((9, 9))))
     assert isinstance(pack_table(sparse_rows(32, 90, 500).view(np.float32)), PackedTable)
+
+
+def test_a_table_that_others_share_is_not_packed_again_in_place() -> None:
+    table = pack_table(bf16_rows(), shared=True)
+    table.repack_()
+    table.update_(torch.tensor([4]), torch.full((1, 384), 1e30, dtype=torch.bfloat16))
+    if table.memory.is_shared:
+        with pytest.raises(ValueError, match="other processes may share the packed rows"):
+            table.repack_()
+
+
+def test_a_table_may_take_over_another_one() -> None:
+    table, other = pack_table(bf16_rows()), pack_table(bf16_rows() * 2)
+    held = table
+    table.become_(other)
+    assert equal_bits(held.gather(torch.arange(500)), bf16_rows() * 2)
+    assert held.n_updates == 1
+    with pytest.raises(ValueError, match=r"the other table is \(500, 384\) F32"):
+        table.become_(pack_table(bf16_rows().float()))

@@ -227,3 +227,24 @@ def test_tables_load_torch_at_first_use_only() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.count("pip install 'packhorse[torch]'") == 2
+
+
+def test_narrow_negative_ids_count_from_the_end() -> None:
+    plain = torch.arange(300, dtype=torch.float32)[:, None].repeat(1, 8)
+    x = pack_table(plain).as_tensor()
+    ids = np.array([-1, -100, 5], np.int8)
+    assert same_bits(x[ids], plain[ids])
+
+
+def test_indices_that_are_too_many_or_none() -> None:
+    x = pack_table(torch.zeros(300, 8)).as_tensor()
+    assert x[()].shape == (300, 8)
+    with pytest.raises(IndexError, match="too many indices"):
+        x[torch.tensor([1]), :2, :1]
+
+
+def test_columns_of_a_large_table_are_refused() -> None:
+    x = pack_table(torch.zeros(70_000, 8)).as_tensor()
+    assert x[:100, 3].shape == (100,)
+    with pytest.raises(NotImplementedError, match="columns of 70000 rows"):
+        x[:, 3]

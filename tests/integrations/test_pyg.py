@@ -168,6 +168,15 @@ def test_rows_are_replaced_and_removed() -> None:
         store["node", "x", torch.tensor([4, 2])] = new
 
 
+def test_replaced_elements_leave_the_callers_array_alone() -> None:
+    store, labels = PackedFeatureStore(), torch.arange(5)
+    attributes = {"group_name": "paper", "attr_name": "y"}
+    store.put_tensor(labels, index=None, **attributes)
+    store.put_tensor(torch.tensor([99]), index=torch.tensor([2]), **attributes)
+    assert store.get_tensor(index=None, **attributes).tolist() == [0, 1, 99, 3, 4]
+    assert labels.tolist() == [0, 1, 2, 3, 4]
+
+
 def test_a_worker_is_told_not_to_use_a_gpu(plain: Data, sampler: BaseSampler) -> None:
     store = PackedFeatureStore("cuda")
     store._held[None, "x"] = pack_table(plain.x).as_tensor("cuda")

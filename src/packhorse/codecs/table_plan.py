@@ -345,7 +345,7 @@ def _capacities(format: TableFormat, held: NDArray[np.int64]) -> Iterator[int]:
         wanted = max(int(np.quantile(held, share, method="higher")), 1)
         stride = replace(format, capacity=wanted, stride=0).stride
         room = stride - format.first_nbytes
-        capacity = wanted if format.entry_nbytes == 0 else room // format.entry_nbytes
+        capacity = format.n_columns if format.entry_nbytes == 0 else room // format.entry_nbytes
         capacity = min(max(capacity, 1), format.n_columns)
         if capacity not in seen:
             seen.add(capacity)

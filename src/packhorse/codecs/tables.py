@@ -390,6 +390,7 @@ def decode_header(data: bytes) -> TableHeader:
     _require(words is None, 6, str(words))
     _require(n_rows <= MAX_TABLE_ROWS, 16, f"has {n_rows} rows; {MAX_TABLE_ROWS} is the most")
     _require(n_marked <= n_rows, 40, f"has {n_marked} marked rows of {n_rows}")
+    _require(format.mode is not TableMode.RAW or n_marked == 0, 40, "has exceptions of raw rows")
     _require(
         n_marked <= n_exceptions <= min(MAX_TABLE_EXCEPTIONS, n_marked * n_columns),
         48,

@@ -137,3 +137,5 @@ class HostPlanes:
         if self._view.is_cuda:
             torch.cuda.synchronize(self._view.device)
         self._fill(arrays)
+        if self._ring is not None:
+            self._ring.forget(self)  # what another thread has copied meanwhile

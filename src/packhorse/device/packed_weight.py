@@ -356,7 +356,10 @@ class PackedWeight(Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         held = self._held
         traits = isinstance(self, Parameter), held.max_row_exceptions is not None
-        return rebuild_weight, (tuple(held.stored), held.format.name, held.n_columns, *traits)
+        # Planes in memory of the host take the small arrays with them.
+        place = held.stored[0].device
+        arrays = tuple(array.to(place) for array in held.stored)
+        return rebuild_weight, (arrays, held.format.name, held.n_columns, *traits)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, int | None]]:
         return list(WeightTensors._fields), (self.format.name, self._held.max_row_exceptions)

@@ -86,6 +86,7 @@ class _CudaCopies:
             self._side.wait_event(after)
         with torch.cuda.stream(self._side):
             target.copy_(source, non_blocking=True)
+        target.record_stream(self._side)  # it is memory of another stream
         return self._side.record_event()
 
     def wait(self, event: Any) -> None:
@@ -189,6 +190,10 @@ class CopyRing:
                 if not slot.holds(block):
                     self._fetch(block, slot)
             self._engine.wait(slot.arrived)
+            # Work of another stream may still read this buffer. This stream comes after it, so one
+            # event says when both are done.
+            if slot.freed is not None:
+                self._engine.wait(slot.freed)
             self._fetch_ahead(block)
             try:
                 yield slot.buffer[: block.stored.numel()]

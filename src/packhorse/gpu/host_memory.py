@@ -119,6 +119,11 @@ class HostMemory:
         return self._pid is None
 
     @property
+    def is_shared(self) -> bool:
+        """Whether other processes may have it at the same time, and see what is written to it."""
+        return self._descriptor is not None
+
+    @property
     def address(self) -> int:
         """Of the first byte, for the host and for kernels."""
         return self._bytes.ctypes.data
@@ -315,8 +320,12 @@ def _new_mapping(nbytes: int, shared: bool) -> _Mapping:
         return _Mapping(-1, nbytes)
     if shared and hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("packhorse")
-        os.ftruncate(descriptor, nbytes)
-        return _map_file(descriptor)
+        try:
+            os.ftruncate(descriptor, nbytes)
+            return _map_file(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
     kind = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
     return _Mapping(-1, nbytes, flags=kind | mmap.MAP_ANONYMOUS)
 

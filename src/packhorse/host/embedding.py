@@ -334,14 +334,19 @@ def unpack_embedding_(module: nn.Module, weight: Parameter | None = None) -> Non
         weight: the plain weight, if it is there already; None to unpack it.
 
     Raises:
-        TypeError: the module has no packed rows.
+        TypeError: the module has no packed rows, or is of a class that has them always.
     """
     if not isinstance(module, PackedModule):
         raise TypeError(f"{type(module).__name__} has no packed rows")
+    kind = type(module)
+    if kind not in _PLAIN and kind.__bases__[0] in _PLAIN:
+        raise TypeError(
+            f"{kind.__name__} derives from {kind.__bases__[0].__name__}, so its rows stay packed:"
+            " unpacked() gives the plain matrix"
+        )
     if weight is None:
         weight = Parameter(module.unpacked().to(module.device), requires_grad=module.trains)
     module.release()
-    kind = type(module)
     _change_class(module, _PLAIN[kind] if kind in _PLAIN else kind.__bases__[0])
     module.register_parameter("weight", weight)
 

@@ -29,10 +29,11 @@ class ModelEmbeddings:
     def pack_(self, modules: Sequence[nn.Module], *, plain_state: bool) -> HostedRows:
         """Packs the rows that embeddings share, in place; they are frozen."""
         embeddings: list[Any] = [*modules]
+        for each in embeddings:
+            each.requires_grad_(False)
         pack_embedding_(*embeddings)
         for each in embeddings:
             each.plain_state = plain_state
-            each.requires_grad_(False)
         return _rows_of(embeddings[0].table)
 
     def unpack_(self, model: nn.Module) -> None:

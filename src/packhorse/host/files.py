@@ -97,6 +97,8 @@ def _checked(tables: Mapping[str, PackedTable]) -> Mapping[str, PackedTable]:
     if not isinstance(tables, Mapping):
         raise TypeError(f"tables must be a dict of names, not {type(tables).__name__}")
     for name, table in tables.items():
+        if not isinstance(name, str):
+            raise TypeError(f"a table's name must be a string, not {name!r}")
         if not isinstance(table, PackedTable):
             raise TypeError(f"table {name!r} must be a PackedTable, not {type(table).__name__}")
     return tables

@@ -9,7 +9,6 @@ Sequences are reordered, repeated and dropped by changing who holds which page.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -78,8 +77,11 @@ class WorkingMemory:
         """The buffer whose turn it is: uint8, (nbytes,), of any content."""
         held = self._buffers.pop(0) if len(self._buffers) == self.n_buffers else None
         if held is None or held.nbytes < nbytes or held.device != device:
+            held = None  # before the larger one is there
             with torch.inference_mode(False):  # or it could not be written to outside of that mode
                 held = torch.empty(nbytes + nbytes // _SPARE, dtype=torch.uint8, device=device)
+        if held.is_cuda:  # two streams write to it in turns
+            held.record_stream(torch.cuda.current_stream(device))
         self._buffers.append(held)
         self.n_taken += 1
         return held[:nbytes]
@@ -184,7 +186,7 @@ class KVStore:
         sides[0].append(keys)
         try:
             sides[1].append(values)
-        except MemoryError:
+        except BaseException:  # also Ctrl-C, and a GPU without memory
             sides[0].crop(sides[0].n_tokens - n_before)
             raise
         self._sides = sides
@@ -357,7 +359,7 @@ class _States:
                 pages = piece.reshape(n, heads, -1, size, head_dim).transpose(1, 2)
                 words = _words_of(pages.reshape(-1, heads, size, head_dim))
                 numbers.append(self.pages.add(words).reshape(n, -1))
-        except MemoryError:
+        except BaseException:
             for new in numbers:
                 self._release(new)
             raise
@@ -428,12 +430,6 @@ class _States:
             self._read_pages(dropped[:, :1], page)
         self._release(dropped)
         self._numbers, self.tail = self._numbers[:, :n_whole].copy(), page[:, :, :rest].clone()
-
-
-def _pieces(whole: list[Tensor], step: int) -> Iterator[Tensor]:
-    for states in whole:
-        for start in range(0, states.shape[2], step):
-            yield states[:, :, start : start + step]
 
 
 def _words_of(states: Tensor) -> _Words:

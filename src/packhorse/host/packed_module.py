@@ -103,7 +103,20 @@ class PackedModule(nn.Module):
     def weight(self) -> Tensor:
         """A tensor that has the shape, dtype and device of the matrix, and no elements: it can look
         up rows, and every other operation is an error."""
-        return RowWeight(self.table.shape, self.dtype, self.device, self.fetch)
+        return RowWeight(self.table.shape, self.dtype, self.device, self._fetch_untrained)
+
+    def _fetch_untrained(self, ids: Tensor) -> Tensor:
+        """Rows for a look-up that does not go through the module, so that no gradient can be kept.
+
+        Raises:
+            RuntimeError: it would be trained.
+        """
+        if self.collects:
+            raise RuntimeError(
+                "a look-up in the weight of a packed embedding has no gradient, and this one is"
+                " trained: call the module instead, or freeze it with requires_grad_(False)"
+            )
+        return self.fetch(ids)
 
     @property
     def collects(self) -> bool:
@@ -168,9 +181,15 @@ class PackedModule(nn.Module):
 
     def repack_(self) -> None:
         """Packs the table anew, in the way that is best for its rows now: those that were changed
-        and did not fit are packed again. The table and its copy are in memory meanwhile."""
-        self.table = self._pack(_Rows(self.table))
+        and did not fit are packed again. The table and its copy are in memory meanwhile. Modules
+        that share the rows have them, too."""
+        self.table.become_(self._pack(_Rows(self.table)))
         self.unpacked_share_told = 0.0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As PyTorch does; forgets `gradient`, too."""
+        super().zero_grad(set_to_none)
+        self.gradient = None
 
     def _pack(self, source: Any) -> PackedTable:
         return pack_table(source, device=self._readers, will_change=self.trains)
@@ -190,7 +209,8 @@ class PackedModule(nn.Module):
 
     def reset_parameters(self) -> None:
         """As PyTorch does: rows from a normal distribution, the padding row zero."""
-        self.table = self._pack(_new_rows(self))
+        self.table.become_(self._pack(_new_rows(self)))
+        self.unpacked_share_told = 0.0
 
     def _apply(self, fn: Any, recurse: bool = True) -> PackedModule:
         probe = fn(torch.empty(0, dtype=self.dtype))
@@ -253,7 +273,8 @@ class PackedModule(nn.Module):
                 f" {self.table.shape} of {self.table.dtype} in the module"
             )
             return
-        self.table = given
+        self.table.become_(given)
+        self.unpacked_share_told = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()

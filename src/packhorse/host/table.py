@@ -168,11 +168,13 @@ class PackedTable:
         A CUDA graph can contain a call, once one has run before.
 
         Args:
-            start, stop: 0 <= start <= stop <= `len(table)`.
+            start: the first row; 0 or more.
+            stop: the row after the last one; `start` to `len(table)`.
             out: receives the rows: contiguous, of the table's dtype, (stop - start, columns). By
                 default a new tensor.
             device: where the new tensor is; None for host memory.
-            threads, sm_budget: as for `gather`.
+            threads: as for `gather`.
+            sm_budget: as for `gather`.
             copies: whether the copy engine is used; None for the faster way.
 
         Raises:
@@ -290,9 +292,15 @@ class PackedTable:
 
         Raises:
             ClosedError: as `gather`.
-            ValueError: the table has more than 2^32 - 1 exceptions then. It is as it was.
+            ValueError: the table has more than 2^32 - 1 exceptions then, or other processes share
+                its rows. It is as it was.
         """
         self.memory.numpy()
+        if self.memory.is_shared and self.n_unpacked_rows:
+            raise ValueError(
+                "other processes may share the packed rows, but not the exceptions that they would"
+                " get: save the table and load it again, or pack another one"
+            )
         numbers, packed, arrays = self.settle()
         if self._gathers is not None:
             self._gathers.wait()
@@ -300,6 +308,27 @@ class PackedTable:
         self._arrays.rows[numbers] = packed
         self._arrays = arrays
         self._changed.drop(numbers)
+
+    def become_(self, other: PackedTable) -> None:
+        """Takes over what another table holds, in memory and all; whoever holds this one sees it.
+        Nothing may gather meanwhile. CUDA graphs that gather must be captured again.
+
+        Args:
+            other: a table of the same shape and dtype. Do not update it afterwards.
+
+        Raises:
+            ValueError: it has another shape or dtype.
+        """
+        if (other.shape, other.dtype) != (self.shape, self.dtype):
+            raise ValueError(
+                f"the other table is {other.shape} {other.dtype}; it must be {self.shape}"
+                f" {self.dtype}"
+            )
+        if self._gathers is not None:
+            self._gathers.wait()
+        n_updates = self.n_updates + 1
+        self.__dict__.update(other.__dict__)
+        self.n_updates, self._gathers = n_updates, None
 
     def settle(self) -> tuple[NDArray[np.int64], _Bytes, TableArrays]:
         """What `repack_` makes of the table, which stays as it is: numbers of rows, ascending, how
@@ -312,6 +341,9 @@ class PackedTable:
     def _is_marked(self, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
         words = self._arrays.marks[numbers // 32]
         return (words >> (numbers % 32).astype(np.uint32) & 1).astype(bool)
+
+    def __copy__(self) -> PackedTable:
+        return self  # two tables could not share rows that change
 
     def __reduce__(self) -> tuple[Any, ...]:
         others = self._arrays[1:]  # than the rows, which lie in `memory`

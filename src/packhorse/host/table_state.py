@@ -41,7 +41,7 @@ __all__ = [
 _HEADER, _ROWS, _CRCS = "table", "rows", "crcs"
 _EXCEPTIONS = ("marks", "exception_starts", "exception_columns", "exception_elements")
 _NAMES = (_HEADER, _ROWS, *_EXCEPTIONS, _CRCS)
-_SAMPLE_ROWS = 1 << 12  # of a table, to say what a fetch touches
+_SAMPLE_NBYTES = 1 << 20  # of packed rows, to say what a fetch touches
 _Arrays = dict[str, NDArray[Any]]
 
 
@@ -81,37 +81,41 @@ def make_table(
         # Ranks are made of marks before `check_arrays` looks at these.
         raise CorruptionError("packed table: marks is no vector of u32")
     starts, columns, elements = (small[name] for name in _EXCEPTIONS[1:])
+    expected = np.dtype(f"u{header.format.element_nbytes}")
+    if elements.dtype != expected or elements.ndim != 1:
+        raise CorruptionError(f"packed table: exception_elements is no vector of {expected}")
     arrays = TableArrays(rows, marks, rank_marks(marks), starts, columns, elements.view(np.uint8))
     check_arrays(header, arrays, small[_CRCS])
-    n_rows = max(header.n_rows, 1)
-    spread = np.linspace(0, n_rows - 1, min(header.n_rows, _SAMPLE_ROWS)).astype(np.int64)
+    n_rows, sample = max(header.n_rows, 1), rows[:0]
+    if header.format.is_sparse:  # others touch as much for each row
+        n = min(header.n_rows, max(1, _SAMPLE_NBYTES // header.format.stride))
+        sample = rows[np.linspace(0, n_rows - 1, n).astype(np.int64)]
     way = way_of_packed(
-        *(rows[spread], header.format, header.dtype),
+        *(sample, header.format, header.dtype),
         *(arrays.fast_nbytes / n_rows, header.n_marked / n_rows),
     )
     return PackedTable(header.dtype, way, arrays, memory)
 
 
 def split_table(table: PackedTable, name: str) -> _Arrays:
-    """The arrays of a table by name: `name.rows` and so on. The rows are copied only if some were
-    changed and are not packed; here they are packed.
+    """Copies of the arrays of a table by name: `name.rows` and so on. A later change of the table
+    does not reach them. Rows that were changed and are kept plain are packed here.
 
     Args:
-        table: the table; do not write to its arrays.
+        table: the table.
         name: what all names begin with.
     """
     format = table.way.format
     numbers, changed, arrays = table.settle()
-    if len(numbers):
-        rows = arrays.rows.copy()
-        rows[numbers] = changed
-        arrays = arrays._replace(rows=rows)
+    rows = arrays.rows.copy()
+    rows[numbers] = changed
+    arrays = arrays._replace(rows=rows)
     elements = arrays.exception_elements.view(f"u{format.element_nbytes}")
     parts: _Arrays = {
         _HEADER: np.frombuffer(header_bytes(table.dtype, format, arrays), np.uint8).copy(),
         _ROWS: arrays.rows,
-        **{each: getattr(arrays, each) for each in _EXCEPTIONS},
-        _EXCEPTIONS[-1]: elements,
+        **{each: getattr(arrays, each).copy() for each in _EXCEPTIONS[:-1]},
+        _EXCEPTIONS[-1]: elements.copy(),
         _CRCS: checksums(arrays, format),
     }
     return {f"{name}.{part}": array for part, array in parts.items()}

@@ -33,6 +33,7 @@ __all__ = ["TableTensor"]
 
 _aten = torch.ops.aten
 _BLOCK_NBYTES = 16 << 20  # of plain rows that are compared at once
+_MAX_ROWS_FOR_COLUMNS = 1 << 16  # that are decoded for the sake of some of their columns
 
 
 class TableTensor(Tensor):
@@ -191,7 +192,11 @@ def _refuse_one(values: Any, what: str) -> NoReturn:
 
 def _index(x: TableTensor, index: Any) -> Tensor:
     """`x[index]`: what stands first names rows, which are decoded, and the rest their columns."""
+    if isinstance(index, tuple) and not index:
+        return _share(x)
     first, *rest = index if isinstance(index, tuple) else (index,)
+    if len(rest) > 1:
+        raise IndexError(f"too many indices for a packed table, which has 2 dimensions: {index}")
     if first is None or first is Ellipsis or isinstance(first, bool):
         x._refuse(f"x[{index}]")
     if isinstance(first, slice):
@@ -200,6 +205,8 @@ def _index(x: TableTensor, index: Any) -> Tensor:
         start, stop, step = first.indices(len(x))
         if step < 1:
             raise ValueError(f"the step of a slice is {step}; it must be greater than zero")
+        if rest and len(range(start, stop, step)) > _MAX_ROWS_FOR_COLUMNS:
+            x._refuse(f"columns of {len(range(start, stop, step))} rows")
         return x._take(_range(start, max(start, stop), step))[:, *rest].as_subclass(DecodedRows)
     if _is_number(first):
         row = _row_number(operator.index(first), len(x))
@@ -236,7 +243,10 @@ def _select(x: TableTensor, ids: Tensor) -> Tensor:
         return x._take(ids.nonzero()[:, 0])
     if not ids.numel():
         ids = ids.to(torch.int64)  # from the floats that an empty list becomes
-    return x._take(torch.where(ids < 0, ids + len(x), ids) if ids.dtype.is_signed else ids)
+    if ids.is_floating_point() or ids.is_complex():
+        return x._take(ids)  # refuses
+    ids = ids.to(torch.int64)  # a narrow one could not hold the number of rows
+    return x._take(torch.where(ids < 0, ids + len(x), ids))
 
 
 # The operators that work on the table.

@@ -70,7 +70,7 @@ class PackedFeatureStore(FeatureStore):  # type: ignore[misc]
         if attr.index is None or _is_all(attr.index):
             self._held[key] = self._keep(tensor)
         elif key in self._held:
-            _replace(self._held[key], attr.index, tensor)
+            self._held[key] = _replace(self._held[key], attr.index, tensor)
         else:
             self._held[key] = self._keep(_in_order(tensor, attr))
         return True
@@ -165,13 +165,17 @@ def _is_all(index: Any) -> bool:
     return isinstance(index, slice) and index == _ALL
 
 
-def _replace(held: Tensor, index: Any, rows: Any) -> None:
+def _replace(held: Tensor, index: Any, rows: Any) -> Tensor:
+    """What is held with other rows: the table itself, or a copy of a plain tensor, which may be the
+    caller's."""
     ids = torch.arange(len(held), device="cpu")[index].reshape(-1)
     if isinstance(held, TableTensor):
         one = isinstance(rows, np.ndarray | Tensor) and rows.ndim == 1
         held.table.update_(ids, rows[None] if one else rows)
-    else:
-        held[ids] = torch.as_tensor(rows)
+        return held
+    held = held.clone()
+    held[ids] = torch.as_tensor(rows)
+    return held
 
 
 def _in_order(tensor: Any, attr: TensorAttr) -> Any:

@@ -34,9 +34,11 @@ def put_exceptions(
     words = tl.load(marks_ptr + ids // 32, mask=mask_rows, other=0).to(tl.uint32, bitcast=True)
     marked = mask_rows & (((words >> place) & 1) != 0)
     below = words & ((tl.full(place.shape, 1, tl.uint32) << place) - 1)
-    rank = tl.load(ranks_ptr + ids // 32, mask=marked, other=0) + count_bits(below).to(tl.int32)
-    starts = tl.load(starts_ptr + rank, mask=marked, other=0).to(tl.int64)
-    stops = tl.load(starts_ptr + rank + 1, mask=marked, other=0).to(tl.int64)
+    ranks = tl.load(ranks_ptr + ids // 32, mask=marked, other=0).to(tl.uint32, bitcast=True)
+    rank = ranks.to(tl.int64) + count_bits(below).to(tl.int64)
+    starts = tl.load(starts_ptr + rank, mask=marked, other=0).to(tl.uint32, bitcast=True)
+    stops = tl.load(starts_ptr + rank + 1, mask=marked, other=0).to(tl.uint32, bitcast=True)
+    starts, stops = starts.to(tl.int64), stops.to(tl.int64)
     counts = tl.where(marked, stops - starts, 0).to(tl.int32)
     for start in range(0, tl.max(counts, 0), BLOCK_EXCEPTIONS):
         number = start + tl.arange(0, BLOCK_EXCEPTIONS)[None, :]

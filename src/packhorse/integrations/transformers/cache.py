@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
+from packhorse.errors import CompatibilityError
 from packhorse.host.kv import KVStore, StoreSize, WorkingMemory
 from packhorse.host.kv_pages import PageRoom
 
@@ -159,6 +160,8 @@ class PackedHostLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def prefetch(self) -> None:
         """Unpacks the layer before `update` asks for it."""
+        if self._ahead is not None and self._memory.holds(self._ahead[2]):
+            return  # it is there already: plain layers lie between
         if self.store.n_tokens:
             keys, values = self.store.read(self._memory, self.store.page_tokens)
             self._ahead = keys, values, self._memory.n_taken
@@ -197,7 +200,7 @@ class PackedHostLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the sequences with these numbers, or those of a mask."""
         if self.store.n_tokens:
-            self._select(torch.arange(self.store.n_sequences)[indices.cpu()])
+            self._select(torch.arange(self.store.n_sequences)[torch.as_tensor(indices).cpu()])
 
     def _select(self, sequences: Tensor) -> None:
         self._ahead = None
@@ -213,7 +216,8 @@ class PackedHostCache(Cache):
     It is for inference: a call with gradients is refused.
 
     Args:
-        config: of the model. Without one each layer is packed and keeps all tokens.
+        config: of the model. Without one each layer is packed and keeps all tokens; a model whose
+            layers share keys and values needs it.
         page_tokens: tokens of a page. The newest tokens stay plain until they fill one.
         room_tokens: tokens of all sequences of a layer that memory is allocated for at the first
             full page; further ones are refused. None to let the memory grow.
@@ -260,8 +264,7 @@ class PackedHostCache(Cache):
         if config is None:
             super().__init__(layer_class_to_replicate=new_layer)
             return
-        shared = getattr(config.get_text_config(decoder=True), "kv_sharing_modes", None) or ()
-        self._lenders = {i for i, mode in enumerate(shared) if mode == "store"}
+        self._lenders = _lenders_of(config.get_text_config(decoder=True))
         plain = DynamicCache(config=config).layers
         super().__init__(
             layers=[
@@ -269,6 +272,36 @@ class PackedHostCache(Cache):
                 for i, layer in enumerate(plain)
             ]
         )
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        """As transformers' caches do."""
+        self._wait()
+        super().crop(*args, **kwargs)
+
+    def reset(self) -> None:
+        """As transformers' caches do."""
+        self._wait()
+        super().reset()  # type: ignore[no-untyped-call]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """As transformers' caches do."""
+        self._wait()
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """As transformers' caches do."""
+        self._wait()
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """As transformers' caches do."""
+        self._wait()
+        super().batch_select_indices(indices)
+
+    def _wait(self) -> None:
+        """What is launched from now on comes after what still reads pages on the side stream."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def __getstate__(self) -> dict[str, Any]:
         """For `copy.deepcopy`: each cache has a stream of its own."""
@@ -331,3 +364,22 @@ class PackedHostCache(Cache):
         if getattr(layer, "is_sliding", False):
             return "it keeps a sliding window of tokens"
         return f"it is a {type(layer).__name__} of transformers"
+
+
+def _lenders_of(config: Any) -> set[int]:
+    """The layers whose keys and values later layers read.
+
+    Raises:
+        CompatibilityError: the model has such layers, and this version of transformers does not say
+            which.
+    """
+    for name, word in (("kv_sharing_modes", "store"), ("kv_sharing_roles", "producer")):
+        roles = getattr(config, name, None)
+        if roles is not None:
+            return {i for i, role in enumerate(roles) if role == word}
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise CompatibilityError(
+            f"{type(config).__name__} says that layers share keys and values, but not which, so"
+            " they cannot be packed: use transformers' DynamicCache, or another version of it"
+        )
+    return set()
