@@ -335,6 +335,8 @@ class PackedTable:
         they are packed, and arrays with the exceptions of all rows. The rows in these arrays are
         the old ones."""
         numbers, plain = self._changed.numbers, self._changed.rows
+        if not len(numbers):
+            return numbers, np.empty((0, self.way.format.stride), np.uint8), self._arrays
         packed, arrays = replace_rows(self._arrays, self.way.format, numbers, plain)
         return numbers, packed, arrays
 
