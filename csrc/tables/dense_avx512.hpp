@@ -79,6 +79,14 @@ struct Lanes512 {
         return _mm512_mask_blend_epi64(static_cast<__mmask8>(mask), a, b);
     }
 
+    // All bits of the lanes that differ.
+    PACKHORSE_AVX512 static __m512i differing(__m512i a, __m512i b) {
+        if constexpr (sizeof(U) == 1) return _mm512_movm_epi8(_mm512_cmpneq_epi8_mask(a, b));
+        if constexpr (sizeof(U) == 2) return _mm512_movm_epi16(_mm512_cmpneq_epi16_mask(a, b));
+        if constexpr (sizeof(U) == 4) return _mm512_movm_epi32(_mm512_cmpneq_epi32_mask(a, b));
+        return _mm512_movm_epi64(_mm512_cmpneq_epi64_mask(a, b));
+    }
+
     PACKHORSE_AVX512 static void put(uint8_t* dst, uint64_t mask, __m512i x) {
         if constexpr (sizeof(U) == 1) return _mm512_mask_storeu_epi8(dst, mask, x);
         if constexpr (sizeof(U) == 2)

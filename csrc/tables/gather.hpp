@@ -33,7 +33,8 @@ struct TableReader {
     TableElements<U> table;
     Isa isa;
     bool has_bytes;
-    bool has_indices;  // of 8 bits, for elements of 16 or 32 bits
+    uint32_t n_low;    // whole bytes below the highest byte of a packed element
+    bool has_indices;  // looked up with VBMI
     ValueBytes value_bytes{};
     IndexedBytes<U> indexed;
 #if PACKHORSE_X86
@@ -50,10 +51,12 @@ struct TableReader {
           high(of)
 #endif
     {
-        has_indices = (sizeof(U) == 2 || sizeof(U) == 4) && of.code_bits == 8 &&
-                      of.rest_bits == 0 && isa >= Isa::kAvx512Vbmi2;
+        n_low = (std::max(of.packed_bits(), 1u) - 1) / 8;
+        has_indices = isa >= Isa::kAvx512Vbmi2 && sizeof(U) <= 4 &&
+                      of.rest_bits >= 8 * n_low + (of.has_sign ? 1 : 0) &&
+                      (of.mode == TableMode::kDense || of.packed_bits() == 8);
         if (has_bytes) value_bytes = part_values(table);
-        if (has_indices) indexed.fill(table);
+        if (has_indices) indexed.fill(table, n_low);
     }
 };
 
@@ -164,6 +167,22 @@ PACKHORSE_AVX512 inline void gather_bytes_avx512(const TableReader<U>& reader, c
     }
 }
 
+template <class U>
+PACKHORSE_AVX512_VBMI2 inline void gather_indices(const TableReader<U>& reader, const uint8_t* row,
+                                                  uint8_t* scratch, uint8_t* dst) {
+    const auto run = [&]<uint32_t kLow>() PACKHORSE_AVX512_VBMI2 {
+        join_indices_avx512<U, kLow>(reader.high, reader.indexed, reader.shape.shift, row,
+                                     reader.shape.n_columns, scratch, dst);
+    };
+    if (reader.n_low == 0) return run.template operator()<0>();
+    if constexpr (sizeof(U) > 1)
+        if (reader.n_low == 1) return run.template operator()<1>();
+    if constexpr (sizeof(U) == 4) {
+        if (reader.n_low == 2) return run.template operator()<2>();
+        run.template operator()<3>();
+    }
+}
+
 // Returns whether there was a way for the row.
 template <class U>
 PACKHORSE_AVX2 inline bool gather_bytes_avx2(const TableReader<U>& reader, const uint8_t* row,
@@ -199,12 +218,12 @@ inline void gather_dense(const TableReader<U>& reader, const uint8_t* row, uint8
     const std::size_t n = shape.n_columns;
     const bool has_high = shape.narrow_bits() != 0 || shape.has_triples;
 #if PACKHORSE_X86
+    if constexpr (sizeof(U) <= 4)
+        if (reader.has_indices) return gather_indices(reader, row, scratch, dst);
     if (reader.has_bytes) {
         if (isa >= Isa::kAvx512) return gather_bytes_avx512(reader, row, scratch, dst);
         if (isa >= Isa::kAvx2 && gather_bytes_avx2(reader, row, dst, scratch)) return;
     }
-    if constexpr (sizeof(U) == 2 || sizeof(U) == 4)
-        if (reader.has_indices) return look_up_dense_avx512<U>(row, n, reader.indexed, dst);
     if (has_high && isa >= Isa::kAvx512)
         unpack_high_avx512(reader.high, row, scratch + round_up(n, 64), scratch);
     else
@@ -297,7 +316,7 @@ inline void gather_sparse(const TableReader<U>& reader, const uint8_t* row, uint
 #if PACKHORSE_X86
     if (shape.mode == TableMode::kBitmap && reader.isa >= Isa::kAvx512Vbmi2) {
         const BitmapRow bits{row, shape.n_columns, row + shape.bitmap_nbytes(), shape.capacity};
-        if constexpr (sizeof(U) == 2 || sizeof(U) == 4)
+        if constexpr (sizeof(U) <= 4)
             if (reader.has_indices)
                 return look_up_bitmap_avx512<U>(bits, background, reader.indexed, dst);
         if (shape.rest_bits == 8 * sizeof(U)) return spread_bitmap_avx512<U>(bits, background, dst);
@@ -317,13 +336,7 @@ inline void gather_sparse(const TableReader<U>& reader, const uint8_t* row, uint
 }
 
 constexpr std::size_t kTableBlockNbytes = 1 << 16;  // of output that a thread takes at once
-constexpr std::size_t kTableRowsAhead = 8;          // are prefetched
 constexpr std::size_t kMaxTableRowAhead = 1024;     // of a row; its own reads fetch the rest
-
-inline void fetch_row(const TableShape& shape, const uint8_t* row) {
-    const std::size_t nbytes = std::min(shape.stride, kMaxTableRowAhead);
-    for (std::size_t at = 0; at < nbytes; at += 64) __builtin_prefetch(row + at, 0, 3);
-}
 
 // High bits as bytes, and memory to get them: 8 slices of whole vectors at most.
 inline std::size_t gather_scratch_nbytes(const TableShape& shape) {
@@ -337,11 +350,75 @@ struct TableRows {
     TableExceptions exceptions;
 };
 
+// Fetches what rows need long before their turn, so that no row waits for memory. Exceptions take
+// three fetches of which each needs the one before: the mark of a row, the place of its exceptions,
+// the exceptions. Addresses that are only fetched may lie anywhere.
+template <class U>
+class TableRowsAhead {
+  public:
+    static constexpr std::size_t kRows = 16;  // a row is fetched that many turns before its own
+
+    TableRowsAhead(const TableRows& from, std::size_t stride) : from_(from), stride_(stride) {}
+
+    PACKHORSE_INLINE void fetch(std::size_t row) const {
+        const uint8_t* const src = from_.rows + row * stride_;
+        const std::size_t nbytes = std::min(stride_, kMaxTableRowAhead);
+        // Into the second cache: the first one takes too few fetches at a time.
+        for (std::size_t at = 0; at < nbytes; at += 64) __builtin_prefetch(src + at, 0, 2);
+        if (!has_exceptions()) return;
+        __builtin_prefetch(from_.exceptions.marks + row / 32);
+        __builtin_prefetch(from_.exceptions.ranks + row / 32);
+    }
+
+    // `turn` is that of the row. Rows whose turn is kRows or more apart share a place.
+    PACKHORSE_INLINE void find_exceptions(std::size_t turn, std::size_t row) {
+        std::size_t& found = found_[turn % kRows];
+        found = TableExceptions::kNone;
+        if (!has_exceptions() || row >= from_.n_rows) return;
+        found = from_.exceptions.find(row);
+        if (found != TableExceptions::kNone) __builtin_prefetch(from_.exceptions.starts + found);
+    }
+
+    PACKHORSE_INLINE void fetch_exceptions(std::size_t turn) const {
+        const std::size_t k = found_[turn % kRows];
+        if (k == TableExceptions::kNone) return;
+        const std::size_t start = from_.exceptions.starts[k];
+        __builtin_prefetch(from_.exceptions.columns + start);
+        __builtin_prefetch(from_.exceptions.elements + sizeof(U) * start);
+    }
+
+    PACKHORSE_INLINE void put_exceptions(std::size_t turn, std::size_t n_columns,
+                                         uint8_t* dst) const {
+        const std::size_t k = found_[turn % kRows];
+        if (k != TableExceptions::kNone) from_.exceptions.template put<U>(k, n_columns, dst);
+    }
+
+  private:
+    bool has_exceptions() const { return from_.exceptions.n_marked != 0; }
+
+    const TableRows& from_;
+    std::size_t stride_;
+    std::size_t found_[kRows];
+};
+
+template <class U>
+inline void gather_row(const TableReader<U>& reader, const uint8_t* row, uint8_t* dst,
+                       uint8_t* scratch) {
+    if (reader.shape.mode == TableMode::kRaw)
+        std::memcpy(dst, row, reader.shape.row_nbytes());
+    else if (reader.shape.mode == TableMode::kDense)
+        gather_dense(reader, row, dst, scratch);
+    else
+        gather_sparse(reader, row, dst);
+}
+
 // Rows ids[0 .. n) to `dst`, one after the other. Another thread may write to the ids meanwhile, so
 // each is checked where it is used; what is no row then is left out.
 template <class U>
 inline void gather_rows(const TableShape& shape, const TableRows& from, const int64_t* ids,
                         std::size_t n, uint8_t* dst, std::size_t threads, Isa isa) {
+    using Rows = TableRowsAhead<U>;
+    constexpr std::size_t kFind = Rows::kRows / 4, kFetch = Rows::kRows * 5 / 8;  // turns after
     const TableReader<U> reader(shape, isa);
     const std::size_t row_nbytes = shape.row_nbytes();
     const std::size_t at_once = std::max<std::size_t>(1, kTableBlockNbytes / row_nbytes);
@@ -350,25 +427,19 @@ inline void gather_rows(const TableShape& shape, const TableRows& from, const in
     parallel_for((n + at_once - 1) / at_once, threads, [&](std::size_t, std::size_t block) {
         const Scratch scratch(gather_scratch_nbytes(shape));
         const std::size_t start = block * at_once, stop = std::min(start + at_once, n);
-        for (std::size_t i = start; i < std::min(start + kTableRowsAhead, stop); ++i)
-            fetch_row(shape, from.rows + number(i) * shape.stride);
-        for (std::size_t i = start; i < stop; ++i) {
-            if (i + kTableRowsAhead < stop)
-                fetch_row(shape, from.rows + number(i + kTableRowsAhead) * shape.stride);
-            const std::size_t row = number(i);
+        Rows ahead(from, shape.stride);
+        for (std::size_t turn = start; turn < stop + Rows::kRows; ++turn) {
+            const auto is_turn = [=](std::size_t after) {
+                return turn >= start + after && turn < stop + after;
+            };
+            if (is_turn(0)) ahead.fetch(number(turn));
+            if (is_turn(kFind)) ahead.find_exceptions(turn - kFind, number(turn - kFind));
+            if (is_turn(kFetch)) ahead.fetch_exceptions(turn - kFetch);
+            if (!is_turn(Rows::kRows)) continue;
+            const std::size_t i = turn - Rows::kRows, row = number(i);
             if (row >= from.n_rows) continue;
-            const uint8_t* const src = from.rows + row * shape.stride;
-            uint8_t* const to = dst + i * row_nbytes;
-            if (shape.mode == TableMode::kRaw) {
-                std::memcpy(to, src, row_nbytes);
-                continue;
-            }
-            if (shape.mode == TableMode::kDense)
-                gather_dense(reader, src, to, scratch.get());
-            else
-                gather_sparse(reader, src, to);
-            if (from.exceptions.n_marked != 0)
-                from.exceptions.template apply<U>(row, shape.n_columns, to);
+            gather_row(reader, from.rows + row * shape.stride, dst + i * row_nbytes, scratch.get());
+            ahead.put_exceptions(i, shape.n_columns, dst + i * row_nbytes);
         }
     });
 }

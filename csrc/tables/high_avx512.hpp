@@ -2,6 +2,8 @@
 // row to a register: what is stored in parts that differ from what is loaded would be slow.
 #pragma once
 
+#include <vector>
+
 #include "tables/triples_portable.hpp"
 
 namespace packhorse {
@@ -66,87 +68,87 @@ PACKHORSE_AVX512 inline void unpack_slices(const uint8_t* planes, std::size_t n,
     }
 }
 
-// Narrow planes of n columns, of which any 64 that follow each other are read.
+// Reads bits of 64 columns at a time from narrow planes. Columns that follow each other lie in
+// bytes that follow each other, but where a slice ends: so some loads are put together. Which ones
+// is the same for all rows, so it is worked out once.
 class NarrowBits512 {
   public:
-    NarrowBits512(uint32_t bits, std::size_t n) : bits_(bits) {
-        std::size_t offset = 0;
-        for (uint32_t i = 0; i < 3; ++i) {
-            const uint32_t width = 4u >> i;
+    // Lists the loads for columns c to c + 63 of n. `bits` says which planes there are.
+    void add(uint32_t bits, std::size_t n, std::size_t c) {
+        std::size_t plane = 0;
+        uint32_t lowest = 0;
+        for (const uint32_t width : {4u, 2u, 1u}) {
             if ((bits & width) == 0) continue;
             const std::size_t nbytes = narrow_nbytes(width, n);
-            planes_[i] = {offset, nbytes, ((uint64_t{1} << 32) + nbytes - 1) / nbytes};
-            offset += nbytes;
+            std::size_t slice = c / nbytes, at = c % nbytes;
+            for (std::size_t done = 0; done < 64 && slice < 8 / width; ++slice, at = 0) {
+                const std::size_t count = std::min(64 - done, nbytes - at);
+                const uint64_t field = ((1u << width) - 1) << lowest;
+                loads_.push_back(
+                    {static_cast<std::ptrdiff_t>(plane + at) - static_cast<std::ptrdiff_t>(done),
+                     first_columns(count) << done, (width * slice - lowest) % 64,
+                     field * 0x0101010101010101u});
+                done += count;
+            }
+            plane += nbytes;
+            lowest += width;
         }
+        ends_.push_back(loads_.size());
     }
 
-    // The bits of columns c to c + 63; those beyond the last one are anything.
-    PACKHORSE_AVX512 PACKHORSE_INLINE __m512i at(const uint8_t* src, std::size_t c) const {
+    // The bits of the columns that were added as number `i`; those beyond the last one are
+    // anything.
+    PACKHORSE_AVX512 PACKHORSE_INLINE __m512i get(const uint8_t* planes, std::size_t i) const {
         __m512i found = _mm512_setzero_si512();
-        if ((bits_ & 4) != 0) found = part<4>(planes_[0], src, c);
-        if ((bits_ & 2) != 0) {
-            const __m512i twos = part<2>(planes_[1], src, c);
-            found = (bits_ & 4) != 0 ? _mm512_or_si512(found, _mm512_slli_epi16(twos, 4)) : twos;
-        }
-        if ((bits_ & 1) != 0) {
-            const __m128i shift = _mm_cvtsi32_si128(static_cast<int>(bits_ & 6));
-            found = _mm512_or_si512(found, _mm512_sll_epi16(part<1>(planes_[2], src, c), shift));
+        for (std::size_t k = i == 0 ? 0 : ends_[i - 1]; k < ends_[i]; ++k) {
+            const Load& load = loads_[k];
+            const __m512i bytes = _mm512_maskz_loadu_epi8(load.mask, planes + load.offset);
+            const __m512i turned = _mm512_rorv_epi64(bytes, broadcast(load.rotate));
+            // found | (turned & field)
+            found = _mm512_ternarylogic_epi64(found, turned, broadcast(load.field), 0xF8);
         }
         return found;
     }
 
   private:
-    struct Plane {
-        std::size_t offset, nbytes;
-        uint64_t inverse;  // of nbytes, times 2^32
+    struct Load {
+        std::ptrdiff_t offset;  // of what would be column 0 of the 64
+        uint64_t mask;
+        uint64_t rotate;  // to the right: bits that leave their byte are not in the field
+        uint64_t field;
     };
 
-    // Columns that follow each other are in bytes that follow each other, but where a slice ends.
-    template <uint32_t kBits>
-    PACKHORSE_AVX512 PACKHORSE_INLINE static __m512i part(const Plane& plane, const uint8_t* src,
-                                                          std::size_t c) {
-        const __m512i field = _mm512_set1_epi8((1 << kBits) - 1);
-        std::size_t slice = c * plane.inverse >> 32;
-        std::size_t at = c - slice * plane.nbytes;
-        __m512i found = _mm512_setzero_si512();
-        for (std::size_t done = 0; done < 64 && slice < 8 / kBits; ++slice) {
-            const std::size_t count = std::min(64 - done, plane.nbytes - at);
-            const uint64_t mask = first_columns(count) << done;
-            const __m512i bytes = _mm512_maskz_loadu_epi8(mask, src + plane.offset + at - done);
-            const __m128i shift = _mm_cvtsi32_si128(static_cast<int>(kBits * slice));
-            found = _mm512_or_si512(found, _mm512_and_si512(_mm512_srl_epi16(bytes, shift), field));
-            done += count;
-            at = 0;
-        }
-        return found;
+    PACKHORSE_AVX512 PACKHORSE_INLINE static __m512i broadcast(uint64_t value) {
+        return _mm512_set1_epi64(static_cast<int64_t>(value));
     }
 
-    uint32_t bits_;
-    Plane planes_[3]{};
+    std::vector<Load> loads_;
+    std::vector<std::size_t> ends_;
 };
 
-// The codes of 64 triples.
+// The codes of 64 triples. A triple is below 1,000, so quotients are products of 16 bits, and ten
+// times a quotient is added up from bytes.
 struct Triples64 {
     __m512i codes[3];
 
     PACKHORSE_AVX512 PACKHORSE_INLINE Triples64(__m512i low, __m512i top) {
-        const Halves a(_mm512_unpacklo_epi8(low, top)), b(_mm512_unpackhi_epi8(low, top));
-        for (std::size_t k = 0; k < 3; ++k) codes[k] = _mm512_packus_epi16(a.codes[k], b.codes[k]);
+        const __m512i a = tenth(_mm512_unpacklo_epi8(low, top));
+        const __m512i b = tenth(_mm512_unpackhi_epi8(low, top));
+        const __m512i tens = _mm512_packus_epi16(a, b);  // below 100
+        codes[0] = _mm512_sub_epi8(low, ten_times(tens));
+        codes[2] = _mm512_packus_epi16(tenth(a), tenth(b));
+        codes[1] = _mm512_sub_epi8(tens, ten_times(codes[2]));
     }
 
   private:
-    // Numbers below 1024 are divided by products of 16 bits.
-    struct Halves {
-        __m512i codes[3];
+    PACKHORSE_AVX512 PACKHORSE_INLINE static __m512i tenth(__m512i x) {
+        return _mm512_mulhi_epu16(x, _mm512_set1_epi16(6554));
+    }
 
-        PACKHORSE_AVX512 PACKHORSE_INLINE explicit Halves(__m512i triples) {
-            codes[2] = _mm512_mulhi_epu16(triples, _mm512_set1_epi16(656));  // / 100
-            const __m512i two =
-                _mm512_sub_epi16(triples, _mm512_mullo_epi16(codes[2], _mm512_set1_epi16(100)));
-            codes[1] = _mm512_mulhi_epu16(two, _mm512_set1_epi16(6554));  // / 10
-            codes[0] = _mm512_sub_epi16(two, _mm512_mullo_epi16(codes[1], _mm512_set1_epi16(10)));
-        }
-    };
+    PACKHORSE_AVX512 PACKHORSE_INLINE static __m512i ten_times(__m512i x) {
+        const __m512i twice = _mm512_add_epi8(x, x), four_times = _mm512_add_epi8(twice, twice);
+        return _mm512_add_epi8(_mm512_add_epi8(four_times, four_times), twice);
+    }
 };
 
 // The high bits of rows of a shape.
@@ -157,16 +159,28 @@ class HighBits512 {
           n_(shape.n_columns),
           n_triples_(shape.n_triples()),
           planes_offset_(n_ * shape.n_whole()),
-          triples_offset_(shape.triples_offset()),
-          narrow_(kept_, n_),
-          tops_(2, std::max<std::size_t>(n_triples_, 1)) {}
+          triples_offset_(shape.triples_offset()) {
+        for (std::size_t i = 0; i < n_triples_; i += 64) {
+            tops_.add(2, n_triples_, i);
+            for (std::size_t k = 0; k < 3; ++k)
+                if (const std::size_t c = i + k * n_triples_; c < n_) kept_bits_.add(kept_, n_, c);
+        }
+    }
 
     // Calls put(column, mask, high) for 64 columns at a time: `mask` says which of them there are.
+    // Where no bits lie above whole bytes, `high` is the last whole byte.
     // `scratch` is memory for slices: n_columns bytes, and a vector more for each of 8 slices.
     template <class Put>
     PACKHORSE_AVX512 PACKHORSE_INLINE void for_each(const uint8_t* row, uint8_t* scratch,
                                                     const Put& put) const {
         const uint8_t* const planes = row + planes_offset_;
+        if (n_triples_ == 0 && kept_ == 0) {
+            for (std::size_t c = 0; c < n_; c += 64) {
+                const uint64_t mask = first_columns(n_ - c);
+                put(c, mask, _mm512_maskz_loadu_epi8(mask, planes - n_ + c));
+            }
+            return;
+        }
         if (n_triples_ == 0) {
             const std::size_t n = n_;
             with_narrow(kept_, [=]<uint32_t kNarrow>() PACKHORSE_AVX512 {
@@ -181,16 +195,18 @@ class HighBits512 {
         }
         const uint8_t* const low = row + triples_offset_;
         const __m128i shift = _mm_cvtsi32_si128(static_cast<int>(kept_));
+        std::size_t block = 0;
         for (std::size_t i = 0; i < n_triples_; i += 64) {
             const uint64_t mask = first_columns(n_triples_ - i);
             const Triples64 triples(_mm512_maskz_loadu_epi8(mask, low + i),
-                                    tops_.at(low + n_triples_, i));
+                                    tops_.get(low + n_triples_, i / 64));
+#pragma GCC unroll 3
             for (std::size_t k = 0; k < 3; ++k) {
                 const std::size_t c = i + k * n_triples_;
                 if (c >= n_) return;
                 // Codes have 4 bits and 4 are kept at most, so no shift leaves its byte.
                 __m512i high = _mm512_sll_epi16(triples.codes[k], shift);
-                if (kept_ != 0) high = _mm512_or_si512(high, narrow_.at(planes, c));
+                if (kept_ != 0) high = _mm512_or_si512(high, kept_bits_.get(planes, block++));
                 put(c, mask & first_columns(n_ - c), high);
             }
         }
@@ -199,8 +215,8 @@ class HighBits512 {
   private:
     uint32_t kept_;  // bits below the codes of triples
     std::size_t n_, n_triples_, planes_offset_, triples_offset_;
-    NarrowBits512 narrow_;  // of the columns
-    NarrowBits512 tops_;    // of the triples
+    NarrowBits512 kept_bits_;
+    NarrowBits512 tops_;  // of the triples, above their low bytes
 };
 
 // Writes the high bits as bytes.

@@ -1,101 +1,141 @@
-// Sparse rows and rows of indices with AVX-512, 64 columns at a time. Indices of 8 bits are looked
-// up with VBMI: a table of 256 bytes for each byte of the values lies in registers. What a bitmap
-// row stores is spread to its columns first.
+// Sparse rows and rows of indices with AVX-512, 64 columns at a time. An index is the highest byte
+// of a packed element: its code, and what lies between its code and whole bytes of rest. It is
+// looked up with VBMI: a table of 256 bytes for each byte of the elements lies in registers. What a
+// bitmap row stores is spread to its columns first.
 #pragma once
 
 #include "tables/dense_avx512.hpp"
+#include "tables/high_avx512.hpp"
 
 namespace packhorse {
 
-// The bytes of 256 values: all first bytes, then all second bytes and so on.
+// The bytes of 256 elements: all first bytes, then all second bytes and so on. Packed elements have
+// an index in their highest byte and n_low bytes of rest below it; these are zero here.
 template <class U>
 struct IndexedBytes {
     alignas(64) uint8_t bytes[sizeof(U)][kMaxTableValues];
+    bool is_wide;  // whether indices have 8 bits
 
-    void fill(const TableElements<U>& table) {
-        for (std::size_t i = 0; i < kMaxTableValues; ++i)
+    void fill(const TableElements<U>& table, uint32_t n_low) {
+        is_wide = table.code_bits + table.rest_bits == 8 * n_low + 8;
+        for (std::size_t i = 0; i < kMaxTableValues; ++i) {
+            const U element = table.element(static_cast<U>(uint64_t{i} << 8 * n_low));
             for (std::size_t k = 0; k < sizeof(U); ++k)
-                bytes[k][i] = static_cast<uint8_t>(table.values[i] >> 8 * k);
+                bytes[k][i] = static_cast<uint8_t>(element >> 8 * k);
+        }
     }
 };
 
 #if PACKHORSE_X86
 
-// A table of 256 bytes.
+// A table of 256 bytes, of which only the first 128 count if no index is above them.
 struct ByteTable512 {
-    __m512i parts[4];
-
-    PACKHORSE_AVX512_VBMI2 PACKHORSE_INLINE explicit ByteTable512(const uint8_t* bytes) {
-        for (std::size_t i = 0; i < 4; ++i) parts[i] = _mm512_load_si512(bytes + 64 * i);
-    }
+    const uint8_t* bytes;
+    bool is_wide;
 
     PACKHORSE_AVX512_VBMI2 PACKHORSE_INLINE __m512i operator[](__m512i index) const {
-        const __m512i low = _mm512_permutex2var_epi8(parts[0], index, parts[1]);
-        const __m512i high = _mm512_permutex2var_epi8(parts[2], index, parts[3]);
-        return _mm512_mask_blend_epi8(_mm512_movepi8_mask(index), low, high);
+        const __m512i low = half(0, index);
+        if (!is_wide) return low;
+        return _mm512_mask_blend_epi8(_mm512_movepi8_mask(index), low, half(128, index));
+    }
+
+  private:
+    PACKHORSE_AVX512_VBMI2 PACKHORSE_INLINE __m512i half(std::size_t at, __m512i index) const {
+        return _mm512_permutex2var_epi8(_mm512_load_si512(bytes + at), index,
+                                        _mm512_load_si512(bytes + at + 64));
     }
 };
 
-// Elements of 64 indices, the first ones in found[0]. Unpacking works within quarters of a
-// register, so parts of the indices change places before.
+// Puts bytes of 64 elements together: each byte of U has a vector. Unpacking works within quarters
+// of a register, so parts of the bytes change places before.
 template <class U>
-struct IndexTables512;
+struct Interleave512 {
+    PACKHORSE_AVX512_VBMI2 PACKHORSE_INLINE static __m512i order(__m512i bytes) {
+        if constexpr (sizeof(U) == 2)
+            return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), bytes);
+        if constexpr (sizeof(U) == 4)
+            return _mm512_permutexvar_epi32(
+                _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), bytes);
+        return bytes;
+    }
 
-template <>
-struct IndexTables512<uint16_t> {
-    ByteTable512 low, high;
-
-    PACKHORSE_AVX512_VBMI2 PACKHORSE_INLINE explicit IndexTables512(
-        const IndexedBytes<uint16_t>& values)
-        : low(values.bytes[0]), high(values.bytes[1]) {}
-
-    PACKHORSE_AVX512_VBMI2 PACKHORSE_INLINE void look_up(__m512i indices, __m512i* found) const {
-        const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
-        const __m512i index = _mm512_permutexvar_epi64(order, indices);
-        const __m512i a = low[index], b = high[index];
-        found[0] = _mm512_unpacklo_epi8(a, b);
-        found[1] = _mm512_unpackhi_epi8(a, b);
+    // `bytes` are in order(). The first elements are in found[0].
+    PACKHORSE_AVX512_VBMI2 PACKHORSE_INLINE static void join(const __m512i (&bytes)[sizeof(U)],
+                                                             __m512i (&found)[sizeof(U)]) {
+        if constexpr (sizeof(U) == 1) {
+            found[0] = bytes[0];
+        } else {
+            const __m512i low = _mm512_unpacklo_epi8(bytes[0], bytes[1]);
+            const __m512i high = _mm512_unpackhi_epi8(bytes[0], bytes[1]);
+            if constexpr (sizeof(U) == 2) {
+                found[0] = low;
+                found[1] = high;
+            } else {
+                const __m512i low_top = _mm512_unpacklo_epi8(bytes[2], bytes[3]);
+                const __m512i high_top = _mm512_unpackhi_epi8(bytes[2], bytes[3]);
+                found[0] = _mm512_unpacklo_epi16(low, low_top);
+                found[1] = _mm512_unpackhi_epi16(low, low_top);
+                found[2] = _mm512_unpacklo_epi16(high, high_top);
+                found[3] = _mm512_unpackhi_epi16(high, high_top);
+            }
+        }
     }
 };
 
-template <>
-struct IndexTables512<uint32_t> {
-    ByteTable512 bytes[4];
-
-    PACKHORSE_AVX512_VBMI2 PACKHORSE_INLINE explicit IndexTables512(
-        const IndexedBytes<uint32_t>& values)
-        : bytes{ByteTable512(values.bytes[0]), ByteTable512(values.bytes[1]),
-                ByteTable512(values.bytes[2]), ByteTable512(values.bytes[3])} {}
-
-    PACKHORSE_AVX512_VBMI2 PACKHORSE_INLINE void look_up(__m512i indices, __m512i* found) const {
-        const __m512i order =
-            _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-        const __m512i index = _mm512_permutexvar_epi32(order, indices);
-        const __m512i a = bytes[0][index], b = bytes[1][index];
-        const __m512i c = bytes[2][index], d = bytes[3][index];
-        const __m512i low = _mm512_unpacklo_epi8(a, b), low_top = _mm512_unpacklo_epi8(c, d);
-        const __m512i high = _mm512_unpackhi_epi8(a, b), high_top = _mm512_unpackhi_epi8(c, d);
-        found[0] = _mm512_unpacklo_epi16(low, low_top);
-        found[1] = _mm512_unpackhi_epi16(low, low_top);
-        found[2] = _mm512_unpacklo_epi16(high, high_top);
-        found[3] = _mm512_unpackhi_epi16(high, high_top);
-    }
-};
-
-// All columns of a row have an index.
+// The bytes of elements of 64 indices, in order().
 template <class U>
-PACKHORSE_AVX512_VBMI2 inline void look_up_dense_avx512(const uint8_t* indices, std::size_t n,
-                                                        const IndexedBytes<U>& values,
-                                                        uint8_t* dst) {
-    using V = Lanes512<U>;
-    const IndexTables512<U> tables(values);
-    for (std::size_t c = 0; c < n; c += 64) {
-        const uint64_t mask = first_columns(n - c);
-        __m512i found[sizeof(U)];
-        tables.look_up(_mm512_maskz_loadu_epi8(mask, indices + c), found);
-        for (std::size_t q = 0; q < sizeof(U); ++q)
-            V::put(dst + sizeof(U) * c + 64 * q, mask >> q * V::kCount, found[q]);
+PACKHORSE_AVX512_VBMI2 PACKHORSE_INLINE void look_up(const IndexedBytes<U>& values, __m512i indices,
+                                                     __m512i (&bytes)[sizeof(U)]) {
+    const __m512i index = Interleave512<U>::order(indices);
+    for (std::size_t k = 0; k < sizeof(U); ++k)
+        bytes[k] = ByteTable512{values.bytes[k], values.is_wide}[index];
+}
+
+// All columns of a row have an index, and kLow bytes of rest, which are or'ed to its element.
+template <class U, uint32_t kLow>
+struct IndexJoiner512 {
+    const IndexedBytes<U>& values;
+    uint32_t shift;  // of the rest
+    const uint8_t* row;
+    std::size_t n;  // columns
+    uint8_t* dst;
+
+    PACKHORSE_AVX512_VBMI2 inline void operator()(std::size_t c, uint64_t mask,
+                                                  __m512i indices) const {
+        __m512i bytes[sizeof(U)], found[sizeof(U)];
+        look_up(values, indices, bytes);
+        if (kLow == 0 || shift == 0) {
+            for (std::size_t i = 0; i < kLow; ++i)
+                bytes[i] = _mm512_or_si512(bytes[i], rest(i, c, mask));
+            Interleave512<U>::join(bytes, found);
+        } else {
+            Interleave512<U>::join(bytes, found);
+            for (std::size_t i = 0; i < sizeof(U); ++i)
+                bytes[i] = i < kLow ? rest(i, c, mask) : _mm512_setzero_si512();
+            __m512i low[sizeof(U)];
+            Interleave512<U>::join(bytes, low);
+            const __m128i by = _mm_cvtsi32_si128(static_cast<int>(shift));
+            for (std::size_t q = 0; q < sizeof(U); ++q)
+                found[q] =
+                    _mm512_or_si512(found[q], Lanes512<U>::left(low[q], by, static_cast<U>(~U{0})));
+        }
+        put_vectors<U>(dst + sizeof(U) * c, mask, found);
     }
+
+  private:
+    PACKHORSE_AVX512_VBMI2 PACKHORSE_INLINE __m512i rest(std::size_t i, std::size_t c,
+                                                         uint64_t mask) const {
+        return Interleave512<U>::order(_mm512_maskz_loadu_epi8(mask, row + i * n + c));
+    }
+};
+
+template <class U, uint32_t kLow>
+PACKHORSE_AVX512_VBMI2 inline void join_indices_avx512(const HighBits512& high,
+                                                       const IndexedBytes<U>& values,
+                                                       uint32_t shift, const uint8_t* row,
+                                                       std::size_t n, uint8_t* scratch,
+                                                       uint8_t* dst) {
+    high.for_each(row, scratch, IndexJoiner512<U, kLow>{values, shift, row, n, dst});
 }
 
 // Which of 64 columns of a bitmap row are stored. Of more bits than are `left`, the last ones are
@@ -130,15 +170,15 @@ PACKHORSE_AVX512_VBMI2 inline void look_up_bitmap_avx512(BitmapRow row, U backgr
                                                          const IndexedBytes<U>& values,
                                                          uint8_t* dst) {
     using V = Lanes512<U>;
-    const IndexTables512<U> tables(values);
     const __m512i other = V::broadcast(background);
     for (std::size_t c = 0; c < row.n; c += 64) {
         const BitmapWord word = row.word(c, row.capacity);
         const __m512i packed = _mm512_maskz_loadu_epi8(first_columns(word.count), row.stored);
         row.stored += word.count;
         row.capacity -= word.count;
-        __m512i found[sizeof(U)];
-        tables.look_up(_mm512_maskz_expand_epi8(word.held, packed), found);
+        __m512i bytes[sizeof(U)], found[sizeof(U)];
+        look_up(values, _mm512_maskz_expand_epi8(word.held, packed), bytes);
+        Interleave512<U>::join(bytes, found);
         const uint64_t mask = first_columns(row.n - c);
         for (std::size_t q = 0; q < sizeof(U); ++q) {
             const std::size_t first = q * V::kCount;

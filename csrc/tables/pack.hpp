@@ -5,6 +5,7 @@
 
 #include "common/parallel.hpp"
 #include "common/scratch.hpp"
+#include "tables/codes_avx512.hpp"
 #include "tables/flagged_avx512.hpp"
 #include "tables/triples_avx2.hpp"
 
@@ -25,9 +26,10 @@ struct TableExceptionList {
 };
 
 // Finds the lowest code of a value. Up to 16 values are compared one by one, for many elements at
-// once. More are found in a list of all numbers of 16 bits, or for larger numbers by a hash without
-// collisions: of some multipliers, the first one that gives each value a slot of its own is taken.
-// So a look-up has no branch, because values come in no order that a processor could predict.
+// once, or looked up by byte. More are found in a list of all numbers of 16 bits, or for larger
+// numbers by a hash without collisions: of some multipliers, the first one that gives each value a
+// slot of its own is taken. So a look-up has no branch, because values come in no order that a
+// processor could predict.
 template <class U>
 class TableCodes {
   public:
@@ -35,7 +37,7 @@ class TableCodes {
     static constexpr uint32_t kNone = 0xFFFF;
 
     explicit TableCodes(const TableElements<U>& table)
-        : table_(table), is_hashed_(table.code_bits > kComparedBits) {
+        : table_(table), is_hashed_(table.code_bits > kComparedBits), bytes_(table) {
         constexpr std::size_t kTries = 256;
         if (is_hashed_ && sizeof(U) == 2) {
             listed_.assign(std::size_t{1} << 16, kNone);
@@ -50,6 +52,7 @@ class TableCodes {
     }
 
     bool is_hashed() const { return is_hashed_; }
+    const CodeBytes<U>& bytes() const { return bytes_; }
     // The code of each number, or kNone; null if there is no such list.
     const uint16_t* listed() const { return listed_.empty() ? nullptr : listed_.data(); }
     // Whether look_up() finds every value that has a code.
@@ -103,6 +106,7 @@ class TableCodes {
 
     const TableElements<U>& table_;
     bool is_hashed_;
+    CodeBytes<U> bytes_;
     bool is_perfect_ = false;
     uint64_t multiplier_ = 0x9E3779B97F4A7C15u;
     uint8_t slots_[kSlots];
@@ -197,6 +201,10 @@ inline void pack_elements(const TableElements<U>& table, const TableCodes<U>& co
         }
         return;
     }
+#if PACKHORSE_X86
+    if (codes.bytes().is_valid && isa >= Isa::kAvx512Vbmi2)
+        return look_up_codes_avx512(table, codes.bytes(), src, n, packed, found);
+#endif
     const TableElements<U>* const at = &table;
     const auto run = [&]<uint32_t kCodeBits>() {
         vectorised_wide(isa, [=]() PACKHORSE_VECTORISED {
@@ -217,12 +225,14 @@ inline void pack_elements(const TableElements<U>& table, const TableCodes<U>& co
     }
 }
 
-template <class U>
-PACKHORSE_INLINE bool all_found(const U* __restrict found, std::size_t n) {
-    U all = static_cast<U>(~U{0});
-    for (std::size_t c = 0; c < n; ++c)
-        all = static_cast<U>(all & static_cast<U>(found[c] != 0 ? ~U{0} : U{0}));
-    return all != 0;
+// Calls visit(column) for each flag that is 1. The flags are bytes, rounded up to 8 of them.
+template <class Visit>
+inline void for_each_flag(uint8_t* flags, std::size_t n, const Visit& visit) {
+    const std::size_t padded = round_up(n, 8);
+    std::memset(flags + n, 0, padded - n);
+    for (std::size_t i = 0; i < padded; i += 8)
+        for (uint64_t word = load<uint64_t>(flags + i); word != 0; word &= word - 1)
+            visit(i + static_cast<std::size_t>(std::countr_zero(word)) / 8);
 }
 
 // Memory for a row: packed elements, whether they were found, and high bits.
@@ -301,12 +311,13 @@ inline void pack_dense(const TableShape& shape, const TableElements<U>& table,
     pack_elements(table, codes, src, n, scratch.packed, scratch.found, isa);
     write_planes(shape, scratch.packed, scratch.high, row, isa);
     const U* const found = scratch.found;
-    bool all = true;
-    bool* const result = &all;
-    vectorised_wide(isa, [=]() PACKHORSE_VECTORISED { *result = all_found(found, n); });
-    if (all) return;
-    for (std::size_t c = 0; c < n; ++c)
-        if (found[c] == 0) list.put(c, load<U>(src + sizeof(U) * c));
+    uint8_t* const flags = scratch.high;
+    vectorised_wide(isa, [=]() PACKHORSE_VECTORISED {
+        const U* __restrict const hit = found;
+        uint8_t* __restrict const to = flags;
+        for (std::size_t c = 0; c < n; ++c) to[c] = hit[c] == 0;
+    });
+    for_each_flag(flags, n, [&](std::size_t c) { list.put(c, load<U>(src + sizeof(U) * c)); });
 }
 
 // Calls visit(column, element) for each element that differs from the background.
@@ -315,17 +326,11 @@ inline void for_each_differing(const TableShape& shape, const uint8_t* src, uint
                                const Visit& visit) {
     const std::size_t n = shape.n_columns;
     const U background = static_cast<U>(shape.background);
-    const std::size_t padded = round_up(n, 8);
     vectorised_wide(isa, [=]() PACKHORSE_VECTORISED {
         uint8_t* __restrict const to = flags;
         for (std::size_t c = 0; c < n; ++c) to[c] = load<U>(src + sizeof(U) * c) != background;
     });
-    std::memset(flags + n, 0, padded - n);
-    for (std::size_t i = 0; i < padded; i += 8)
-        for (uint64_t word = load<uint64_t>(flags + i); word != 0; word &= word - 1) {
-            const std::size_t column = i + static_cast<std::size_t>(std::countr_zero(word)) / 8;
-            visit(column, load<U>(src + sizeof(U) * column));
-        }
+    for_each_flag(flags, n, [&](std::size_t c) { visit(c, load<U>(src + sizeof(U) * c)); });
 }
 
 // The row is 0xFF before.

@@ -162,17 +162,31 @@ struct TableExceptions {
     std::size_t n_marked;
     std::size_t n_exceptions;
 
-    template <class U>
-    PACKHORSE_INLINE void apply(std::size_t row, std::size_t n_columns, uint8_t* dst) const {
+    static constexpr std::size_t kNone = ~std::size_t{0};
+
+    // The number of a row among those that have exceptions, or kNone.
+    PACKHORSE_INLINE std::size_t find(std::size_t row) const {
         const uint32_t word = marks[row / 32];
-        if ((word >> row % 32 & 1) == 0) return;
-        const uint32_t before = word & ((1u << row % 32) - 1);
-        const std::size_t k = ranks[row / 32] + static_cast<std::size_t>(std::popcount(before));
-        if (k >= n_marked) return;
+        if ((word >> row % 32 & 1) == 0) return kNone;
+        const std::size_t k = ranks[row / 32] + count_bits(word & ((1u << row % 32) - 1));
+        return k < n_marked ? k : kNone;
+    }
+
+    // Puts the exceptions of a row that find() has found.
+    template <class U>
+    PACKHORSE_INLINE void put(std::size_t k, std::size_t n_columns, uint8_t* dst) const {
         const std::size_t stop = std::min<std::size_t>(starts[k + 1], n_exceptions);
         for (std::size_t i = starts[k]; i < stop; ++i)
             if (columns[i] < n_columns)
                 std::memcpy(dst + sizeof(U) * columns[i], elements + sizeof(U) * i, sizeof(U));
+    }
+
+  private:
+    // std::popcount() is a call where the compiler may not use the instruction.
+    static PACKHORSE_INLINE uint32_t count_bits(uint32_t word) {
+        word -= word >> 1 & 0x55555555u;
+        word = (word & 0x33333333u) + (word >> 2 & 0x33333333u);
+        return ((word + (word >> 4)) & 0x0F0F0F0Fu) * 0x01010101u >> 24;
     }
 };
 

@@ -8,16 +8,19 @@ namespace packhorse {
 
 #if PACKHORSE_X86
 
-// The codes of 32 triples.
+// The codes of 32 triples. A triple is below 1,000, so quotients are products of 16 bits, and ten
+// times a quotient is added up from bytes.
 struct Triples32 {
     __m256i first, second, third;
 
     PACKHORSE_AVX2 PACKHORSE_INLINE Triples32(const TripleSpan& span, std::size_t j) {
         const __m256i low = load(span.low + j), top = load(span.top + j);
-        const Halves a(_mm256_unpacklo_epi8(low, top)), b(_mm256_unpackhi_epi8(low, top));
-        first = _mm256_packus_epi16(a.first, b.first);
-        second = _mm256_packus_epi16(a.second, b.second);
-        third = _mm256_packus_epi16(a.third, b.third);
+        const __m256i a = tenth(_mm256_unpacklo_epi8(low, top));
+        const __m256i b = tenth(_mm256_unpackhi_epi8(low, top));
+        const __m256i tens = _mm256_packus_epi16(a, b);  // below 100
+        first = _mm256_sub_epi8(low, ten_times(tens));
+        third = _mm256_packus_epi16(tenth(a), tenth(b));
+        second = _mm256_sub_epi8(tens, ten_times(third));
     }
 
     PACKHORSE_AVX2 static __m256i load(const uint8_t* src) {
@@ -25,18 +28,14 @@ struct Triples32 {
     }
 
   private:
-    // Numbers below 1024 are divided by products of 16 bits.
-    struct Halves {
-        __m256i first, second, third;
+    PACKHORSE_AVX2 PACKHORSE_INLINE static __m256i tenth(__m256i x) {
+        return _mm256_mulhi_epu16(x, _mm256_set1_epi16(6554));
+    }
 
-        PACKHORSE_AVX2 PACKHORSE_INLINE explicit Halves(__m256i triples) {
-            third = _mm256_mulhi_epu16(triples, _mm256_set1_epi16(656));  // / 100
-            const __m256i two =
-                _mm256_sub_epi16(triples, _mm256_mullo_epi16(third, _mm256_set1_epi16(100)));
-            second = _mm256_mulhi_epu16(two, _mm256_set1_epi16(6554));  // / 10
-            first = _mm256_sub_epi16(two, _mm256_mullo_epi16(second, _mm256_set1_epi16(10)));
-        }
-    };
+    PACKHORSE_AVX2 PACKHORSE_INLINE static __m256i ten_times(__m256i x) {
+        const __m256i twice = _mm256_add_epi8(x, x), four_times = _mm256_add_epi8(twice, twice);
+        return _mm256_add_epi8(_mm256_add_epi8(four_times, four_times), twice);
+    }
 };
 
 // As put_codes_portable(), from the first triple on. Returns the first triple that is left. Codes
