@@ -259,6 +259,27 @@ def test_what_it_cannot_do_is_refused(models: dict[str, Any]) -> None:
     assert cache.report().room is None
 
 
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+def test_tokens_that_one_layer_refuses_are_in_no_layer(models: dict[str, Any], family: str) -> None:
+    model = models[family]
+    wanted = generate(model, DynamicCache(config=model.config)).sequences
+    cache = PackedHostCache(model.config, page_tokens=16)
+    cache.layers[1] = PackedHostLayer(cache._memory, page_tokens=16, room_tokens=64)
+    with pytest.raises(MemoryError, match="free slots") as refused:
+        generate(model, cache)
+    assert refused.value.__notes__ == ["1 tokens were refused by layer 1 of the cache"]
+    assert [layer.get_seq_length() for layer in cache.layers] == [47, 47]
+    cache.batch_select_indices(torch.tensor([1]))  # one sequence gives up, so there is room
+    found = model.generate(wanted[1:, :48], past_key_values=cache, max_length=60)
+    assert torch.equal(found, wanted[1:])
+
+    prompt = PackedHostCache(model.config, page_tokens=16)
+    prompt.layers[1] = PackedHostLayer(prompt._memory, page_tokens=16, room_tokens=16)
+    with pytest.raises(MemoryError, match="free slots"):
+        generate(model, prompt)
+    assert [layer.get_seq_length() for layer in prompt.layers] == [0, 0]
+
+
 def test_layers_that_lend_their_keys_stay_plain() -> None:
     config = transformers.Gemma3nTextConfig(
         num_hidden_layers=4, num_kv_shared_layers=2, layer_types=["full_attention"] * 4

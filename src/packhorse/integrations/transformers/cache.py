@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from packhorse.errors import CompatibilityError
 from packhorse.host.kv import KVStore, StoreSize, WorkingMemory
@@ -158,12 +158,17 @@ class PackedHostLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """Forgets what was unpacked ahead; all tokens are in memory of the host already."""
         self._ahead = None
 
-    def prefetch(self) -> None:
-        """Unpacks the layer before `update` asks for it."""
+    def prefetch(self, n_new: int = 1) -> None:
+        """Unpacks the layer before `update` asks for it.
+
+        Args:
+            n_new: tokens that `update` will probably bring.
+        """
         if self._ahead is not None and self._memory.holds(self._ahead[2]):
             return  # it is there already: plain layers lie between
         if self.store.n_tokens:
-            keys, values = self.store.read(self._memory, self.store.page_tokens)
+            n_more = max(n_new, self.store.page_tokens)
+            keys, values = self.store.read(self._memory, n_more)
             self._ahead = keys, values, self._memory.n_taken
 
     def reset(self) -> None:
@@ -215,6 +220,9 @@ class PackedHostCache(Cache):
 
     It is for inference: a call with gradients is refused.
 
+    If one layer refuses tokens, no layer keeps them: the cache is as it was before the model ran.
+    (States of linear attention are not taken back; then `reset` the cache.)
+
     Args:
         config: of the model. Without one each layer is packed and keeps all tokens; a model whose
             layers share keys and values needs it.
@@ -252,6 +260,8 @@ class PackedHostCache(Cache):
         self._memory = WorkingMemory()
         self._stream: Any = None
         self._lenders: set[int] = set()
+        # What layers with a sliding window had before their last tokens: views, nothing is copied.
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
         self._has_room = room_tokens is not None
         new_layer: Any = partial(
             PackedHostLayer,
@@ -300,12 +310,13 @@ class PackedHostCache(Cache):
 
     def _wait(self) -> None:
         """What is launched from now on comes after what still reads pages on the side stream."""
+        self._before.clear()  # sequences or lengths are about to change
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def __getstate__(self) -> dict[str, Any]:
         """For `copy.deepcopy`: each cache has a stream of its own."""
-        return self.__dict__ | {"_stream": None}
+        return self.__dict__ | {"_stream": None, "_before": {}}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -313,8 +324,36 @@ class PackedHostCache(Cache):
         """Stores new tokens of a layer, and on a GPU begins to unpack the next layer.
 
         Raises:
-            MemoryError, RuntimeError: as `PackedHostLayer.update`.
+            MemoryError, RuntimeError: as `PackedHostLayer.update`. No layer has the tokens then.
         """
+        n_new = key_states.shape[2]
+        try:
+            found = self._update(key_states, value_states, layer_idx, *args, **kwargs)
+        except BaseException as error:
+            error.add_note(f"{n_new} tokens were refused by layer {layer_idx} of the cache")
+            self._take_back(layer_idx, n_new)
+            raise
+        if isinstance(self.layers[layer_idx], DynamicSlidingWindowLayer):
+            self._before[layer_idx] = found[0][:, :, :-n_new], found[1][:, :, :-n_new]
+        return found
+
+    def _take_back(self, layer_idx: int, n_new: int) -> None:
+        """Lets the other layers forget tokens that a layer has refused."""
+        before = dict(self._before)
+        self._wait()
+        n_tokens = self.get_seq_length(layer_idx) + n_new
+        for i, layer in enumerate(self.layers):
+            if not isinstance(layer, DynamicLayer) or layer.get_seq_length() != n_tokens:
+                continue
+            if i in before:
+                layer.keys, layer.values = before[i]
+                layer.cumulative_length -= n_new
+            elif type(layer) in (PackedHostLayer, DynamicLayer):
+                layer.crop(-n_new)
+
+    def _update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         if not key_states.is_cuda:
             found: tuple[Tensor, Tensor] = super().update(
                 key_states, value_states, layer_idx, *args, **kwargs
@@ -334,7 +373,7 @@ class PackedHostCache(Cache):
         with torch.cuda.stream(self._stream):
             following = self._next_packed(layer_idx)
             if following is not None:
-                following.prefetch()
+                following.prefetch(n_new=key_states.shape[2])
         return found
 
     def _next_packed(self, layer_idx: int) -> PackedHostLayer | None:
