@@ -195,6 +195,10 @@ def test_what_was_unpacked_ahead_is_used_while_it_is_there() -> None:
     keys, _ = layers[0].update(new_states(1, 1, 4), new_states(1, 1, 5))
     assert memory.n_taken == 5  # two others came after it, so it was unpacked again
     assert torch.equal(keys[:, :, -1:], new_states(1, 1, 4))
+    layers[1].prefetch(30)  # a chunk of a prompt
+    keys, _ = layers[1].update(new_states(1, 30, 6), new_states(1, 30, 7))
+    assert memory.n_taken == 6
+    assert torch.equal(keys, torch.cat([new_states(1, 20, 0), new_states(1, 30, 6)], 2))
 
 
 class OnGPU(torch.Tensor):
@@ -267,7 +271,7 @@ def test_tokens_that_one_layer_refuses_are_in_no_layer(models: dict[str, Any], f
     cache.layers[1] = PackedHostLayer(cache._memory, page_tokens=16, room_tokens=64)
     with pytest.raises(MemoryError, match="free slots") as refused:
         generate(model, cache)
-    assert refused.value.__notes__ == ["1 tokens were refused by layer 1 of the cache"]
+    assert refused.value.__notes__ == ["layer 1 of the cache, tokens 47 to 47: no layer has them now"]
     assert [layer.get_seq_length() for layer in cache.layers] == [47, 47]
     cache.batch_select_indices(torch.tensor([1]))  # one sequence gives up, so there is room
     found = model.generate(wanted[1:, :48], past_key_values=cache, max_length=60)

@@ -139,7 +139,8 @@ def _move(
     group: WeightGroup, device: torch.device, ring: CopyRing | None, view_tokens: int
 ) -> HostPlanes:
     weight = _weight(group)
-    planes = HostPlanes(weight.stored_arrays, device, ring, view_tokens)
+    name = f"the weight of {group.name}"
+    planes = HostPlanes(weight.stored_arrays, device, ring, view_tokens, name=name)
     _hold(group, weight.in_host_memory(planes))
     return planes
 

@@ -194,22 +194,23 @@ class PackedHostLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Gives each beam the tokens of another one; no page is copied."""
-        self._select(beam_idx)
+        self.select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each sequence; no page is copied."""
         if self.store.n_tokens:
             n_sequences = self.store.n_sequences
-            self._select(torch.arange(n_sequences).repeat_interleave(repeats))
+            self.select(torch.arange(n_sequences).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the sequences with these numbers, or those of a mask."""
         if self.store.n_tokens:
-            self._select(torch.arange(self.store.n_sequences)[torch.as_tensor(indices).cpu()])
+            self.select(torch.arange(self.store.n_sequences)[torch.as_tensor(indices).cpu()])
 
-    def _select(self, sequences: Tensor) -> None:
+    def select(self, sequences: Tensor, on_host: Tensor | None = None) -> None:
+        """Keeps some sequences, as `KVStore.select`."""
         self._ahead = None
-        self.store.select(sequences)
+        self.store.select(sequences, on_host)
 
 
 class PackedHostCache(Cache):
@@ -296,7 +297,12 @@ class PackedHostCache(Cache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """As transformers' caches do."""
         self._wait()
-        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+        on_host = beam_idx.cpu()  # the only wait for the device
+        for layer in self.layers:
+            if isinstance(layer, PackedHostLayer):
+                layer.select(beam_idx, on_host)
+            else:
+                layer.reorder_cache(beam_idx)  # type: ignore[arg-type]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """As transformers' caches do."""
@@ -327,21 +333,23 @@ class PackedHostCache(Cache):
             MemoryError, RuntimeError: as `PackedHostLayer.update`. No layer has the tokens then.
         """
         n_new = key_states.shape[2]
+        held = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        n_before = held.get_seq_length() if isinstance(held, DynamicLayer) else 0
         try:
             found = self._update(key_states, value_states, layer_idx, *args, **kwargs)
         except BaseException as error:
-            error.add_note(f"{n_new} tokens were refused by layer {layer_idx} of the cache")
-            self._take_back(layer_idx, n_new)
+            where = f"layer {layer_idx} of the cache, tokens {n_before} to {n_before + n_new - 1}"
+            error.add_note(f"{where}: no layer has them now")
+            self._take_back(n_before + n_new, n_new)
             raise
         if isinstance(self.layers[layer_idx], DynamicSlidingWindowLayer):
             self._before[layer_idx] = found[0][:, :, :-n_new], found[1][:, :, :-n_new]
         return found
 
-    def _take_back(self, layer_idx: int, n_new: int) -> None:
-        """Lets the other layers forget tokens that a layer has refused."""
+    def _take_back(self, n_tokens: int, n_new: int) -> None:
+        """Lets the layers that have so many tokens forget the new ones."""
         before = dict(self._before)
         self._wait()
-        n_tokens = self.get_seq_length(layer_idx) + n_new
         for i, layer in enumerate(self.layers):
             if not isinstance(layer, DynamicLayer) or layer.get_seq_length() != n_tokens:
                 continue
@@ -371,15 +379,21 @@ class PackedHostCache(Cache):
         # The next layer goes to the buffer of the layer before, whose attention is queued already.
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            following = self._next_packed(layer_idx)
-            if following is not None:
-                following.prefetch(n_new=key_states.shape[2])
+            self._prefetch_after(layer_idx, key_states.shape[2])
         return found
 
-    def _next_packed(self, layer_idx: int) -> PackedHostLayer | None:
+    def _prefetch_after(self, layer_idx: int, n_new: int) -> None:
+        """Unpacks the next packed layer, for as many new tokens."""
         n = len(self.layers)
-        later = (self.layers[(layer_idx + i) % n] for i in range(1, n + 1))
-        return next((layer for layer in later if isinstance(layer, PackedHostLayer)), None)
+        for i in (*range(layer_idx + 1, n), *range(layer_idx + 1)):
+            layer = self.layers[i]
+            if isinstance(layer, PackedHostLayer):
+                try:
+                    layer.prefetch(n_new)
+                except BaseException as error:
+                    error.add_note(f"layer {i} of the cache was unpacked ahead")
+                    raise
+                return
 
     def report(self) -> CacheReport:
         """What the cache takes, and which layers are plain."""
