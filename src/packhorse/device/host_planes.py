@@ -95,6 +95,19 @@ class HostPlanes:
         return nbytes[: low.numel()].view(low), nbytes[start : start + high.numel()].view(high)
 
     @property
+    def device(self) -> torch.device:
+        """The device that reads the planes."""
+        return self._view.device
+
+    def use_ring(self, ring: CopyRing | None, view_tokens: int) -> None:
+        """Takes another ring, or none, from the next product on.
+
+        Args:
+            ring, view_tokens: as in `__init__`.
+        """
+        self._ring, self._view_tokens = ring, view_tokens
+
+    @property
     def nbytes(self) -> int:
         """Bytes of host memory."""
         return self.stored.numel()
