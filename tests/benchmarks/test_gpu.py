@@ -17,6 +17,7 @@ import torch
 from benchmarks.gpu import (
     checks,
     collectives,
+    command,
     device,
     host,
     host_layers,
@@ -92,8 +93,9 @@ def test_gathers_from_the_host_run_on_a_tiny_scale(tmp_path: Path) -> None:
 
 
 def test_layers_in_host_memory_run_on_a_tiny_scale(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # and what the command sets does not stay
     out = tmp_path / "layers.json"
     assert host_layers.main(["--smoke", "--rounds", "1", "--out", str(out)]) == 0
     kept = json.loads(out.read_text())
@@ -102,6 +104,10 @@ def test_layers_in_host_memory_run_on_a_tiny_scale(
         "device": 0, "views": 2304, "ring": 2304, "plain views": 3072, "plain ring": 3072,
     }  # fmt: skip
     assert "plain ring" in capsys.readouterr().out
+    monkeypatch.setattr(command, "RESULTS", tmp_path)  # is for figures of a GPU
+    out.unlink()
+    assert host_layers.main(["--smoke", "--rounds", "1"]) == 0
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
