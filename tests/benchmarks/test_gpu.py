@@ -1,6 +1,7 @@
 """The benchmarks on GPUs: the whole commands on a tiny scale, its message without a GPU, and the
 page of predictions."""
 
+import argparse
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.common import figures
 from benchmarks.gpu import (
     checks,
     collectives,
@@ -90,6 +92,24 @@ def test_gathers_from_the_host_run_on_a_tiny_scale(tmp_path: Path) -> None:
     ways = {row["way"] for row in kept["parts"]["rows"]}
     assert {"plain, in place", "plain, CPU and copy", "packed", "packed, each row once"} <= ways
     assert any("bitmap" in row["way"] for row in kept["parts"]["decode"])
+
+
+def test_figures_are_kept_as_the_arguments_say(tmp_path: Path) -> None:
+    place, chosen, written = tmp_path / "kept.json", tmp_path / "chosen.json", []
+
+    def run(*argv: str) -> None:
+        parser = argparse.ArgumentParser()
+        figures.add_outputs(parser)
+        args = parser.parse_args(argv)
+        assert figures.run(args, place, lambda _: {"n": len(argv)}, written.append) == 0
+
+    run("--json", str(chosen))
+    assert json.loads(chosen.read_text()) == {"n": 2}
+    assert not place.exists()
+    run("--write")
+    run("--render")
+    assert json.loads(place.read_text()) == {"n": 1}
+    assert written == [{"n": 1}, {"n": 1}]
 
 
 def test_layers_in_host_memory_run_on_a_tiny_scale(
