@@ -259,8 +259,9 @@ def test_a_host_without_memory_leaves_a_model_that_runs(monkeypatch: pytest.Monk
         return host_memory(*args, **options)
 
     monkeypatch.setattr(host_planes, "host_memory", allocate)
-    with pytest.raises(MemoryError, match="98304 bytes of host memory are asked for"):
+    with pytest.raises(MemoryError, match="98304 bytes of host memory are asked for") as refused:
         offload_model_(model, "cpu")
+    assert "the weight of 1 was being moved" in refused.value.__notes__[0]
     assert [bool(layer.weight.host_nbytes) for layer in model] == [True, False, False]
     assert same_bits(model(x), expected)
     assert offload_model_(model, "cpu").host_nbytes == 3 * 256 * 384

@@ -243,6 +243,22 @@ def test_on_a_gpu_the_next_layer_is_unpacked_while_one_computes(
     assert torch.equal(copied.layers[2].keys, plain.layers[2].keys)
 
 
+def test_beams_are_fetched_from_the_device_once() -> None:
+    class Beams(torch.Tensor):
+        n_fetched = 0
+
+        def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            Beams.n_fetched += 1
+            return self.as_subclass(torch.Tensor)
+
+    cache = PackedHostCache(page_tokens=8)
+    for number in range(3):
+        cache.update(new_states(2, 20, number), new_states(2, 20, number + 9), number)
+    cache.reorder_cache(torch.tensor([1, 1]).as_subclass(Beams))
+    assert Beams.n_fetched == 1
+    assert torch.equal(cache.layers[2].keys, new_states(2, 20, 2)[[1, 1]])
+
+
 def test_what_it_cannot_do_is_refused(models: dict[str, Any]) -> None:
     model = models["Llama"]
     cache = PackedHostCache(model.config)

@@ -147,7 +147,11 @@ def _move(
         held.use_ring(ring, view_tokens)
         return held
     name = f"the weight of {group.name}"
-    planes = HostPlanes(weight.stored_arrays, device, ring, view_tokens, name=name)
+    try:
+        planes = HostPlanes(weight.stored_arrays, device, ring, view_tokens, name=name)
+    except Exception as error:
+        error.add_note(f"{name} was being moved to host memory; those before it have been moved")
+        raise
     _hold(group, weight.in_host_memory(planes))
     return planes
 

@@ -42,10 +42,9 @@ _SPARE_SHARE = 1 / 512
 _SPARE_PLACES = 8
 _MOST_MISSED = 0.01  # of the elements; more exceptions take longer to put back than they save
 _MOST_SHARE = 0.92  # of the plain bytes: a slot that saves less is not worth the decoding
-# Memory that is full grows by this part of itself, or by some pages if it is small: each time, the
-# slots are copied, and a GPU has to be told.
-_GROWTH = 16
-_GROWTH_PAGES = 8
+# Memory that is full grows by a sixteenth, so that little of it is unused; if it is small, by a
+# quarter, but not by more than 8 pages. Each time, the slots are copied, and a GPU is told.
+_GROWTH, _GROWTH_SMALL, _GROWTH_PAGES = 16, 4, 8
 
 
 class PageFormat(NamedTuple):
@@ -129,7 +128,7 @@ def _tokens_of_row(n_tokens: int, head_dim: int) -> int:
 
 def _enlarged(n: int, n_missing: int) -> int:
     """How many places there will be, of n that are too few."""
-    return n + max(n_missing, n // _GROWTH, min(n, _GROWTH_PAGES))
+    return n + max(n_missing, n // _GROWTH, min(n // _GROWTH_SMALL, _GROWTH_PAGES))
 
 
 class _Slots:
