@@ -213,7 +213,7 @@ class Stream:
     waits: ClassVar[list[tuple["Stream", "Stream"]]] = []
 
     def __init__(self, device: object = None) -> None:
-        pass
+        self.device = device
 
     def wait_stream(self, other: "Stream") -> None:
         self.waits.append((self, other))
@@ -238,6 +238,17 @@ def test_on_a_gpu_the_next_layer_is_unpacked_while_one_computes(
     assert cache._memory.n_taken == 1 + 4 * 3
     assert Stream.waits[:4] == [(current, memory)] * 4
     assert Stream.waits[4:] == [(memory, current), (current, memory)] * 11 + [(memory, current)]
+
+    def fail(n_new: int) -> None:
+        raise RuntimeError("CUDA error")
+
+    states = new_states(2, 1, 9).as_subclass(OnGPU)
+    monkeypatch.setattr(cache.layers[1], "prefetch", fail)
+    with pytest.raises(RuntimeError, match="CUDA error") as error:
+        cache.update(states, states, 0)
+    assert error.value.__notes__[0] == "layer 1 of the cache was unpacked ahead"
+    assert error.value.__notes__[1].startswith("layer 0 of the cache, tokens 26 to 26")
+    assert [layer.get_seq_length() for layer in cache.layers] == [26] * 3
     copied = copy.deepcopy(cache)
     assert copied._stream is None
     assert torch.equal(copied.layers[2].keys, plain.layers[2].keys)
