@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.common import machine
 
-__all__ = ["add_outputs", "begin", "conditions", "end", "finish", "keep"]
+__all__ = ["add_outputs", "begin", "conditions", "end", "keep", "run"]
 
 Result = dict[str, Any]
 
@@ -69,18 +69,29 @@ def keep(result: Result, place: Path | None) -> None:
         place.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def finish(
-    result: Result, args: argparse.Namespace, place: Path, write: Callable[[Result], None]
-) -> None:
-    """Do with figures what the arguments of `add_outputs` say.
+def run(
+    args: argparse.Namespace,
+    place: Path,
+    measure: Callable[[argparse.Namespace], Result],
+    write: Callable[[Result], None],
+) -> int:
+    """Measure, and do with the figures what the arguments of `add_outputs` say.
 
     Args:
-        result: the figures.
         args: the arguments.
         place: the file of the figures that are kept.
+        measure: prints and returns the figures; it is not called for `--render`.
         write: writes the document.
+
+    Returns:
+        The exit status: 0.
     """
+    if args.render:
+        write(json.loads(place.read_text()))
+        return 0
+    result = measure(args)
     keep(result, args.json)
     if args.write:
         keep(result, place)
         write(result)
+    return 0

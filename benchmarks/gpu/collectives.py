@@ -6,23 +6,21 @@ timed, all ranks compare bits: values that only move with those of PyTorch, sums
 order of the ranks. With one GPU only the codecs are measured: exponents of four bits, and bounded
 codes. The result goes to `benchmarks/results/gpu/collectives.json`, with date, card and command.
 
-`--smoke` runs two ranks on a tiny scale in Triton's interpreter, over gloo; its times mean nothing.
+`--smoke` runs two ranks on a tiny scale in Triton's interpreter, over gloo; its times mean nothing,
+and are written only to `--out`.
 """
 
 import argparse
-import datetime
 import json
-import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULT = ROOT / "benchmarks" / "results" / "gpu" / "collectives.json"
+from benchmarks.gpu import command
+
 OPERATIONS = ("all_gather", "all_to_all_single", "broadcast", "reduce_scatter", "all_reduce")
 MIBS = (1, 16, 128)  # that a rank holds in all
 CODEC_MIB = 256
@@ -38,49 +36,25 @@ def main(argv: list[str]) -> int:
     Returns:
         The exit status: 3 without a GPU.
     """
-    args = _parse(argv)
-    if args.smoke:
-        os.environ["TRITON_INTERPRET"] = "1"
+    parser = command.make_parser("collectives", __doc__, 15)
+    parser.add_argument("--gpus", type=int, metavar="N", help="how many (default: all)")
+    parser.add_argument("--mib", type=int, nargs="+", default=list(MIBS), help="bytes of a rank")
+    return command.run("collectives", argv, parser.parse_args(argv), _measure_all)
+
+
+def _measure_all(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     n_gpus = 2 if args.smoke else torch.cuda.device_count()
-    if not n_gpus:
-        print("no CUDA GPU is here; --smoke tries the command without one", file=sys.stderr)
-        return 3
     world = min(args.gpus or n_gpus, n_gpus)
-    command = " ".join(["benchmarks/gpu.py", "collectives", *argv])
-    found: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "card": "none: interpreted" if args.smoke else torch.cuda.get_device_name(0),
-        "gpus": world,
-        "command": command,
-        "torch": torch.__version__,
-        "codecs": _codecs(args.smoke, args.rounds),
-        "rows": [],
-    }
-    _print_codecs(found["codecs"])
+    codecs = _codecs(args.smoke, args.rounds)
+    _print_codecs(codecs)
     if world == 1:
         print("one GPU: nothing travels, so only the codecs were measured")
-    else:
-        found["rows"] = _launch(world, args)
-        _print_rows(found["rows"])
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(found, indent=1) + "\n")
-    return 0
-
-
-def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="gpu.py collectives",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--gpus", type=int, metavar="N", help="how many (default: all)")
-    parser.add_argument("--rounds", type=int, default=15, metavar="N", help="default: %(default)s")
-    parser.add_argument("--mib", type=int, nargs="+", default=list(MIBS), help="bytes of a rank")
-    parser.add_argument("--out", type=Path, default=RESULT, metavar="FILE")
-    parser.add_argument("--smoke", action="store_true", help="without a GPU, on a tiny scale")
-    return parser.parse_args(argv)
+        return {"gpus": world, "codecs": codecs, "rows": []}
+    rows = _launch(world, args)
+    _print_rows(rows)
+    return {"gpus": world, "codecs": codecs, "rows": rows}
 
 
 def _timed(work: Callable[[], object], smoke: bool) -> float:

@@ -27,11 +27,10 @@ everything on a tiny scale in Triton's interpreter, without a GPU; its times mea
 """
 
 import argparse
-import os
-import sys
 import time
 from pathlib import Path
 
+from benchmarks.gpu import command
 from benchmarks.gpu.device import run_parts
 
 SHARES = {
@@ -57,12 +56,7 @@ def main(argv: list[str]) -> int:
         The exit status: 1 if a part failed or found wrong results, 3 without a GPU.
     """
     args = _parse(argv)
-    if args.smoke:
-        os.environ["TRITON_INTERPRET"] = "1"
-    import torch
-
-    if not args.smoke and not torch.cuda.is_available():
-        print("no CUDA GPU is here; --smoke tries the command without one", file=sys.stderr)
+    if command.lacks_gpu(smoke=args.smoke):
         return 3
     from benchmarks.gpu import host_tables
 

@@ -12,21 +12,17 @@ Before anything is timed, all layers are compared: packed ones with those in dev
 ones with cuBLAS in device memory, bit for bit. The rate is that of the bytes in host memory. The
 result goes to `benchmarks/results/gpu/layers.json`, with date, card and command.
 
-`--smoke` runs it on a tiny scale in Triton's interpreter; its times mean nothing.
+`--smoke` runs it on a tiny scale in Triton's interpreter; its times mean nothing, and are written
+only to `--out`.
 """
 
 import argparse
-import datetime
-import json
-import os
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULT = ROOT / "benchmarks" / "results" / "gpu" / "layers.json"
+from benchmarks.gpu import command
+
 SHAPE = (14336, 4096)  # the largest matrix of a layer of a Llama of 8B
 N_LAYERS = 16  # 1.9 GB of BF16, far more than any cache
 TOKENS = (1, 2, 4, 8, 16, 32, 64)
@@ -41,38 +37,14 @@ def main(argv: list[str]) -> int:
     Returns:
         The exit status: 3 without a GPU.
     """
-    args = _parse(argv)
-    if args.smoke:
-        os.environ["TRITON_INTERPRET"] = "1"
-    import torch
+    args = command.make_parser("layers", __doc__, 10).parse_args(argv)
+    return command.run("layers", argv, args, _measure_all)
 
-    if not args.smoke and not torch.cuda.is_available():
-        print("no CUDA GPU is here; --smoke tries the command without one", file=sys.stderr)
-        return 3
+
+def _measure_all(args: argparse.Namespace) -> dict[str, Any]:
     rows = measure(args.smoke, args.rounds)
-    found = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "card": "none: interpreted" if args.smoke else torch.cuda.get_device_name(0),
-        "command": " ".join(["benchmarks/gpu.py", "layers", *argv]),
-        "torch": torch.__version__,
-        "rows": rows,
-    }
     print_rows(rows)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(found, indent=1) + "\n")
-    return 0
-
-
-def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="gpu.py layers",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--rounds", type=int, default=10, metavar="N", help="default: %(default)s")
-    parser.add_argument("--out", type=Path, default=RESULT, metavar="FILE")
-    parser.add_argument("--smoke", action="store_true", help="without a GPU, on a tiny scale")
-    return parser.parse_args(argv)
+    return {"rows": rows}
 
 
 def measure(smoke: bool, n_rounds: int) -> list[dict[str, Any]]:
@@ -118,14 +90,14 @@ Ways = dict[str, tuple[Sequence[Callable[[Any], Any]], int]]
 
 def _ways(device: Any, n_rows: int, n_columns: int, n_layers: int) -> Ways:
     """The layers of each way, and bytes of a layer in host memory; the first way of packed and of
-    plain weights is in device memory. All layers have the same weight, in memory of their own."""
+    plain weights is in device memory. All layers have the same weight, each in memory of its own:
+    a layer that is still in a cache would be read faster than those of a model."""
     import torch
     import torch.nn.functional as F
 
     from packhorse.device import pack_weight
     from packhorse.device.host_planes import HostPlanes, planes_nbytes
     from packhorse.device.matrix_tuning import random_weight
-    from packhorse.device.products import multiply
     from packhorse.gpu.copy_ring import CopyRing
     from packhorse.layout import W12
 
@@ -138,12 +110,14 @@ def _ways(device: Any, n_rows: int, n_columns: int, n_layers: int) -> Ways:
     stored = [_Plain(plain, device) for _ in range(n_layers)]
     plain_ring = CopyRing(plain.nbytes, device)
     plain_ring.expect(stored)
-    resident = type(packed)(*(array.to(device) for array in packed))
-    matrix = plain.to(device)
+    resident = [
+        type(packed)(*(array.to(device, copy=True) for array in packed)) for _ in range(n_layers)
+    ]
+    matrices = [plain.to(device, copy=True) for _ in range(n_layers)]
 
     def through_ring(of: HostPlanes, arrays: Any, x: Any) -> Any:
         with of.lend(arrays, len(x)) as lent:
-            return multiply(x, lent, W12, n_columns)
+            return _multiply(lent, n_columns, x)
 
     def through_plain_ring(of: _Plain, x: Any) -> Any:
         with plain_ring.lend(of) as copied:
@@ -151,19 +125,19 @@ def _ways(device: Any, n_rows: int, n_columns: int, n_layers: int) -> Ways:
 
     nbytes = planes[0].nbytes
     return {
-        "device": ([lambda x: multiply(x, resident, W12, n_columns)] * n_layers, 0),
-        "views": ([partial(_by_view, arrays, n_columns) for arrays in views], nbytes),
+        "device": ([partial(_multiply, arrays, n_columns) for arrays in resident], 0),
+        "views": ([partial(_multiply, arrays, n_columns) for arrays in views], nbytes),
         "ring": (
             [partial(through_ring, *pair) for pair in zip(planes, views, strict=True)],
             nbytes,
         ),
-        "plain device": ([lambda x: F.linear(x, matrix)] * n_layers, 0),
+        "plain device": ([lambda x, of=of: F.linear(x, of) for of in matrices], 0),
         "plain views": ([lambda x, of=of: F.linear(x, of.view) for of in stored], plain.nbytes),
         "plain ring": ([partial(through_plain_ring, of) for of in stored], plain.nbytes),
     }
 
 
-def _by_view(arrays: Any, n_columns: int, x: Any) -> Any:
+def _multiply(arrays: Any, n_columns: int, x: Any) -> Any:
     from packhorse.device.products import multiply
     from packhorse.layout import W12
 
@@ -179,7 +153,7 @@ class _Plain:
         from packhorse.gpu.host_memory import host_memory
 
         memory = host_memory(plain.nbytes, device=device)
-        self.stored = memory.tensor()
+        self.name, self.stored = "a plain matrix", memory.tensor()
         self.stored.view(torch.bfloat16).copy_(plain.view(-1))
         self.view = memory.tensor(device).view(torch.bfloat16).view(plain.shape)
 

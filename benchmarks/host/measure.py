@@ -50,16 +50,7 @@ def main(argv: list[str]) -> int:
     Returns:
         The exit status.
     """
-    args = _parse(argv)
-    if args.render:
-        _write_document(json.loads(RESULT.read_text()))
-        return 0
-    clean_up_at_sigterm()  # removes files of features, and groups that limit memory
-    result = _measure(args)
-    if args.write and set(args.part) < set(PARTS):
-        result = join(json.loads(RESULT.read_text()), result)
-    figures.finish(result, args, RESULT, _write_document)
-    return 0
+    return figures.run(_parse(argv), RESULT, _measure, _write_document)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -78,6 +69,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    clean_up_at_sigterm()  # removes files of features, and groups that limit memory
     result: dict[str, Any] = {
         "kind": MODE,
         "date": time.strftime("%Y-%m-%d"),
@@ -102,6 +94,8 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     for part in args.part:
         print(f"\n{report.part(result, part)}\n")
     print(report.targets(result))
+    if args.write and set(args.part) < set(PARTS):
+        return join(json.loads(RESULT.read_text()), result)
     return result
 
 

@@ -11,7 +11,6 @@ With `--write` the figures are kept in `benchmarks/results/shelf.json` and make
 """
 
 import argparse
-import json
 import tempfile
 import time
 from pathlib import Path
@@ -49,13 +48,7 @@ def main(argv: list[str]) -> int:
     Returns:
         The exit status.
     """
-    args = _parse(argv)
-    if args.render:
-        _write_document(json.loads(RESULT.read_text()))
-        return 0
-    result = _measure(args)
-    figures.finish(result, args, RESULT, _write_document)
-    return 0
+    return figures.run(_parse(argv), RESULT, _measure, _write_document)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

@@ -11,7 +11,6 @@ With `--write` the figures are kept in `benchmarks/results/snapshots.json` and m
 """
 
 import argparse
-import json
 import os
 import sys
 from dataclasses import asdict
@@ -44,18 +43,11 @@ def main(argv: list[str]) -> int:
     Returns:
         The exit status: 1 if the training run does not exist.
     """
-    args = _parse(argv)
-    if args.render:
-        _write_document(json.loads(RESULT.read_text()))
-        return 0
-    restart(recycle=True)
     try:
-        result = _measure(args)
+        return figures.run(_parse(argv), RESULT, _measure, _write_document)
     except FileNotFoundError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 1
-    figures.finish(result, args, RESULT, _write_document)
-    return 0
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -84,6 +76,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    restart(recycle=True)
     result: dict[str, Any] = {
         "kind": MODE,
         "simd": os.environ.get(SIMD_VARIABLE, "auto"),

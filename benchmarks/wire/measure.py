@@ -11,7 +11,6 @@ With `--write` the figures are kept in `benchmarks/results/wire.json` and make
 """
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -65,15 +64,7 @@ def main(argv: list[str]) -> int:
     Returns:
         The exit status.
     """
-    args = _parse(argv)
-    if args.render:
-        _write_document(json.loads(RESULT.read_text()))
-        return 0
-    restart(recycle=True)
-    clean_up_at_sigterm()  # removes ranks and namespaces
-    result = _measure(args)
-    figures.finish(result, args, RESULT, _write_document)
-    return 0
+    return figures.run(_parse(argv), RESULT, _measure, _write_document)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -104,6 +95,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    restart(recycle=True)
+    clean_up_at_sigterm()  # removes ranks and namespaces
     reason = obstacle()
     if reason:
         print(f"the links are not shaped, all ranks use the loopback interface: {reason}\n")

@@ -1,6 +1,7 @@
 """The benchmarks on GPUs: the whole commands on a tiny scale, its message without a GPU, and the
 page of predictions."""
 
+import argparse
 import json
 import math
 import os
@@ -14,9 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.common import figures
 from benchmarks.gpu import (
     checks,
     collectives,
+    command,
     device,
     host,
     host_layers,
@@ -91,9 +94,28 @@ def test_gathers_from_the_host_run_on_a_tiny_scale(tmp_path: Path) -> None:
     assert any("bitmap" in row["way"] for row in kept["parts"]["decode"])
 
 
+def test_figures_are_kept_as_the_arguments_say(tmp_path: Path) -> None:
+    place, chosen, written = tmp_path / "kept.json", tmp_path / "chosen.json", []
+
+    def run(*argv: str) -> None:
+        parser = argparse.ArgumentParser()
+        figures.add_outputs(parser)
+        args = parser.parse_args(argv)
+        assert figures.run(args, place, lambda _: {"n": len(argv)}, written.append) == 0
+
+    run("--json", str(chosen))
+    assert json.loads(chosen.read_text()) == {"n": 2}
+    assert not place.exists()
+    run("--write")
+    run("--render")
+    assert json.loads(place.read_text()) == {"n": 1}
+    assert written == [{"n": 1}, {"n": 1}]
+
+
 def test_layers_in_host_memory_run_on_a_tiny_scale(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # and what the command sets does not stay
     out = tmp_path / "layers.json"
     assert host_layers.main(["--smoke", "--rounds", "1", "--out", str(out)]) == 0
     kept = json.loads(out.read_text())
@@ -102,6 +124,10 @@ def test_layers_in_host_memory_run_on_a_tiny_scale(
         "device": 0, "views": 2304, "ring": 2304, "plain views": 3072, "plain ring": 3072,
     }  # fmt: skip
     assert "plain ring" in capsys.readouterr().out
+    monkeypatch.setattr(command, "RESULTS", tmp_path)  # is for figures of a GPU
+    out.unlink()
+    assert host_layers.main(["--smoke", "--rounds", "1"]) == 0
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")

@@ -2,6 +2,7 @@
 product, saved, unpacked. The host stands in for the GPU: hooks do the same for any device."""
 
 import copy
+import gc
 from pathlib import Path
 
 import accelerate
@@ -121,11 +122,21 @@ def test_hooks_take_weights_that_were_moved_to_host_memory() -> None:
     assert torch.equal(logits(model), logits(llama(False)))
 
 
-def test_disk_offload(tmp_path: Path) -> None:
-    model = packed()
+def test_weights_on_the_disk_are_in_memory_while_their_module_runs(tmp_path: Path) -> None:
+    model, expected = packed(), logits(llama(False))
     accelerate.disk_offload(model, tmp_path, "cpu")
     assert devices(model) == {"meta"}
-    assert torch.equal(logits(model), logits(llama(False)))
+    gc.collect()
+    before = set(map(id, gc.get_objects()))
+    for _ in range(2):
+        assert torch.equal(logits(model), expected)
+    new = [each for each in gc.get_objects() if id(each) not in before]
+    assert all(each.is_meta for each in new if type(each) is PackedWeight)
+    with pytest.raises(ValueError, match=r"of model\.embed_tokens is offloaded by accelerate"):
+        unpack_model_(model)
+    (tmp_path / "lm_head.weight.first_exponents.dat").write_bytes(b"\xff" * 500)
+    with pytest.raises(CorruptionError, match="row 0 has first exponent 255"):
+        logits(model)
 
 
 def test_shared_weights_are_told_from_others() -> None:

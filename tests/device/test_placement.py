@@ -4,6 +4,7 @@ everything that is done with a weight besides multiplying."""
 import copy
 import gc
 import io
+import weakref
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from packhorse.device import (
     offload_model_,
     pack_model_,
     pack_weight,
+    placement,
     unpack_model_,
 )
 from packhorse.device.host_planes import HostPlanes, planes_nbytes
@@ -166,6 +168,8 @@ def test_copies_are_whole_and_writes_stay_in_host_memory() -> None:
         assert same_bits(copied.unpack(), plain)
     assert weight.to("meta").is_meta
     assert weight.detach().host_nbytes
+    with pytest.raises(RuntimeError, match=r"in host memory that cpu reads \(offload_model_\)"):
+        weight.pin_memory()
     before = weight.low_bytes.data_ptr()
     for other in (-plain, pack_weight(plain * 2), pack_weight(plain * 4, "W11")):
         weight.copy_(other)
@@ -204,8 +208,36 @@ def test_states_and_pickles_have_the_whole_weight() -> None:
     assert isinstance(again[0], PackedLinear)
     assert not again[0].weight.host_nbytes
     assert same_bits(again(x), expected)
-    model.load_state_dict(states[0])
-    assert same_bits(model(x), expected)
+    plain = mlp()
+    unpack_model_(plain)
+    for state in (states[0], plain.state_dict()):
+        for assign in (False, True):
+            weight = model[1].weight
+            weight.copy_(-weight)
+            model.load_state_dict(state, assign=assign)
+            assert same_bits(model(x), expected)
+            assert all(layer.weight.host_nbytes for layer in model)
+
+
+def test_a_second_call_replaces_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    rings: list[weakref.ref[CopyRing]] = []
+
+    class Ring(CopyRing):
+        def __init__(self, *args: Any) -> None:
+            assert not any(ring() for ring in rings), "both would be in device memory"
+            super().__init__(*args)
+            rings.append(weakref.ref(self))
+
+    monkeypatch.setattr(placement, "CopyRing", Ring)
+    model, x = mlp(), inputs(20, 256)
+    expected = model(x)
+    for tokens, n_rings in ((0, 1), (0, 2), (100, 3)):
+        placed = [layer.weight.host_planes for layer in model]
+        offload_model_(model, "cpu", view_tokens=tokens)
+        assert len(rings) == n_rings
+        if n_rings > 1:
+            assert [layer.weight.host_planes for layer in model] == placed  # nothing has moved
+        assert same_bits(model(x), expected)
 
 
 def test_arrays_are_what_the_format_says() -> None:
@@ -227,8 +259,9 @@ def test_a_host_without_memory_leaves_a_model_that_runs(monkeypatch: pytest.Monk
         return host_memory(*args, **options)
 
     monkeypatch.setattr(host_planes, "host_memory", allocate)
-    with pytest.raises(MemoryError, match="98304 bytes of host memory are asked for"):
+    with pytest.raises(MemoryError, match="98304 bytes of host memory are asked for") as refused:
         offload_model_(model, "cpu")
+    assert "the weight of 1 was being moved" in refused.value.__notes__[0]
     assert [bool(layer.weight.host_nbytes) for layer in model] == [True, False, False]
     assert same_bits(model(x), expected)
     assert offload_model_(model, "cpu").host_nbytes == 3 * 256 * 384

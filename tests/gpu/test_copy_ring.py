@@ -14,6 +14,7 @@ from packhorse.gpu.copy_ring import CopyRing
 class Block:
     def __init__(self, value: int, nbytes: int) -> None:
         self.stored = torch.full((nbytes,), value, dtype=torch.uint8)
+        self.name = f"block {value}"
 
 
 class LateDevice:
@@ -138,8 +139,9 @@ def test_a_copy_that_fails_leaves_nothing_behind() -> None:
 
     device, block = Refuses(), Block(3, 8)
     ring = CopyRing(8, "cpu", engine=device)
-    with pytest.raises(RuntimeError, match="no more copies"), ring.lend(block):
+    with pytest.raises(RuntimeError, match="no more copies") as refused, ring.lend(block):
         pass
+    assert refused.value.__notes__ == ["block 3 was being copied to the device"]
     device.fails = False
     found: list[int] = []
     with ring.lend(block) as copied:

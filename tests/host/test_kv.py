@@ -93,6 +93,19 @@ def test_pages_that_no_slot_takes_are_kept_plain() -> None:
     assert store.size.host_nbytes < 0.85 * 16 * plain_page + 4 * plain_page
     store.crop(30)
     check(store, keys[:, :, :42], values[:, :, :42])
+    assert store.size.n_refused == 0  # their places are free
+
+
+def test_memory_that_grows_page_by_page_is_seldom_moved() -> None:
+    store, page, memories = KVStore(page_tokens=16), states(1, 2, 16, 64), []
+    for _ in range(40):
+        store.append(page, page)
+        pages = store._sides[0].pages
+        assert pages is not None
+        memories += [pages.memory] if pages.memory not in memories else []
+        assert pages.n_slots <= 1.25 * pages.n_pages
+    assert len(memories) == 16
+    check(store, page.repeat(1, 1, 40, 1), page.repeat(1, 1, 40, 1))
 
 
 def test_a_store_with_a_room_refuses_more_tokens() -> None:

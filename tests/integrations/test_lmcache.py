@@ -1,5 +1,6 @@
 """Chunks of keys and values as LMCache hands them over. tests/with_lmcache runs the real one."""
 
+import random
 import sys
 from typing import NamedTuple
 
@@ -62,6 +63,16 @@ def test_chunks_come_back(dtype: torch.dtype, share: float) -> None:
     PackhorseDeserializer().deserialize(packed, back, None)
     assert back.byte_array == chunk.byte_array
     assert packed_of(chunk, serializer).byte_array == packed.byte_array
+
+
+@pytest.mark.parametrize("dtype", [torch.float4_e2m1fn_x2, torch.complex128], ids=str)
+def test_dtypes_that_frames_do_not_know_are_packed_as_bytes(dtype: torch.dtype) -> None:
+    layout = Layout(SHAPES, [dtype] * len(SHAPES))
+    nbytes = len(Memory(layout).byte_array)
+    chunk = Memory(layout, random.Random(0).randbytes(nbytes))
+    back = Memory(layout)
+    PackhorseDeserializer().deserialize(packed_of(chunk, PackhorseSerializer()), back, None)
+    assert back.byte_array == chunk.byte_array
 
 
 def test_chunks_without_a_place_are_refused() -> None:

@@ -195,6 +195,10 @@ def test_what_was_unpacked_ahead_is_used_while_it_is_there() -> None:
     keys, _ = layers[0].update(new_states(1, 1, 4), new_states(1, 1, 5))
     assert memory.n_taken == 5  # two others came after it, so it was unpacked again
     assert torch.equal(keys[:, :, -1:], new_states(1, 1, 4))
+    layers[1].prefetch(30)  # a chunk of a prompt
+    keys, _ = layers[1].update(new_states(1, 30, 6), new_states(1, 30, 7))
+    assert memory.n_taken == 6
+    assert torch.equal(keys, torch.cat([new_states(1, 20, 0), new_states(1, 30, 6)], 2))
 
 
 class OnGPU(torch.Tensor):
@@ -209,7 +213,7 @@ class Stream:
     waits: ClassVar[list[tuple["Stream", "Stream"]]] = []
 
     def __init__(self, device: object = None) -> None:
-        pass
+        self.device = device
 
     def wait_stream(self, other: "Stream") -> None:
         self.waits.append((self, other))
@@ -234,9 +238,36 @@ def test_on_a_gpu_the_next_layer_is_unpacked_while_one_computes(
     assert cache._memory.n_taken == 1 + 4 * 3
     assert Stream.waits[:4] == [(current, memory)] * 4
     assert Stream.waits[4:] == [(memory, current), (current, memory)] * 11 + [(memory, current)]
+
+    def fail(n_new: int) -> None:
+        raise RuntimeError("CUDA error")
+
+    states = new_states(2, 1, 9).as_subclass(OnGPU)
+    monkeypatch.setattr(cache.layers[1], "prefetch", fail)
+    with pytest.raises(RuntimeError, match="CUDA error") as error:
+        cache.update(states, states, 0)
+    assert error.value.__notes__[0] == "layer 1 of the cache was unpacked ahead"
+    assert error.value.__notes__[1].startswith("layer 0 of the cache, tokens 26 to 26")
+    assert [layer.get_seq_length() for layer in cache.layers] == [26] * 3
     copied = copy.deepcopy(cache)
     assert copied._stream is None
     assert torch.equal(copied.layers[2].keys, plain.layers[2].keys)
+
+
+def test_beams_are_fetched_from_the_device_once() -> None:
+    class Beams(torch.Tensor):
+        n_fetched = 0
+
+        def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            Beams.n_fetched += 1
+            return self.as_subclass(torch.Tensor)
+
+    cache = PackedHostCache(page_tokens=8)
+    for number in range(3):
+        cache.update(new_states(2, 20, number), new_states(2, 20, number + 9), number)
+    cache.reorder_cache(torch.tensor([1, 1]).as_subclass(Beams))
+    assert Beams.n_fetched == 1
+    assert torch.equal(cache.layers[2].keys, new_states(2, 20, 2)[[1, 1]])
 
 
 def test_what_it_cannot_do_is_refused(models: dict[str, Any]) -> None:
@@ -257,6 +288,27 @@ def test_what_it_cannot_do_is_refused(models: dict[str, Any]) -> None:
     assert small.report().room == (0, 1)
     assert "room for 0 packed and 1 plain pages more" in str(small.report())
     assert cache.report().room is None
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+def test_tokens_that_one_layer_refuses_are_in_no_layer(models: dict[str, Any], family: str) -> None:
+    model = models[family]
+    wanted = generate(model, DynamicCache(config=model.config)).sequences
+    cache = PackedHostCache(model.config, page_tokens=16)
+    cache.layers[1] = PackedHostLayer(cache._memory, page_tokens=16, room_tokens=64)
+    with pytest.raises(MemoryError, match="free slots") as refused:
+        generate(model, cache)
+    assert "layer 1 of the cache, tokens 47 to 47: no layer has" in refused.value.__notes__[0]
+    assert [layer.get_seq_length() for layer in cache.layers] == [47, 47]
+    cache.batch_select_indices(torch.tensor([1]))  # one sequence gives up, so there is room
+    found = model.generate(wanted[1:, :48], past_key_values=cache, max_length=60)
+    assert torch.equal(found, wanted[1:])
+
+    prompt = PackedHostCache(model.config, page_tokens=16)
+    prompt.layers[1] = PackedHostLayer(prompt._memory, page_tokens=16, room_tokens=16)
+    with pytest.raises(MemoryError, match="free slots"):
+        generate(model, prompt)
+    assert [layer.get_seq_length() for layer in prompt.layers] == [0, 0]
 
 
 def test_layers_that_lend_their_keys_stay_plain() -> None:

@@ -2,8 +2,8 @@
 a GPU once, and kept in a file.
 
 `calibrate_offload` times products of layers that take turns, as those of a model, by views and by
-the ring (`host_planes.py`). `offload_model_` takes the largest number of tokens up to which
-views were never slower.
+the ring (`host_planes.py`). `offload_model_` takes the number of tokens up to which views save the
+most time.
 """
 
 import math
@@ -34,6 +34,7 @@ __all__ = [
 
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _N_LAYERS = 8
+_NOISE = 0.05  # of a time: what two measurements of the same may differ by
 _Pair = tuple[float, float]  # seconds of a product by views, and by the ring
 
 
@@ -61,16 +62,20 @@ CROSSOVER_CACHE = FigureCache[int, _Pair](
 
 
 def crossover_of(figures: Mapping[int, _Pair]) -> int:
-    """The largest number of tokens up to which views are never slower; 0 if they always are.
+    """The number of tokens up to which views save the most time; 0 if they never save any.
+
+    All sizes are weighed together, and times that are nearly equal do not count, so that noise does
+    not move the crossover. Where both are as good, views are taken: they need no copies.
 
     Args:
         figures: seconds by views and by the ring, by the number of tokens.
     """
-    found = 0
+    found, saved, most = 0, 0.0, 0.0
     for n_tokens, (views, ring) in sorted(figures.items()):
-        if views > ring:
-            break
-        found = n_tokens
+        gain = math.log(ring / views)
+        saved += gain if abs(gain) > _NOISE else 0.0
+        if saved >= most:
+            found, most = n_tokens, saved
     return found
 
 
@@ -114,7 +119,7 @@ def calibrate_offload(
 
     Raises:
         MissingBackendError: PyTorch finds no such GPU, or Triton is not installed.
-        ValueError: the device is not a GPU.
+        ValueError: the device is not a GPU, or `tokens` is empty or has a number below 1.
         MemoryError: the host has too little memory.
         OSError: the file cannot be written.
 
@@ -126,6 +131,9 @@ def calibrate_offload(
         ...     print(error)
         the device is cpu; only a GPU can be measured
     """
+    sizes = tuple(tokens)
+    if not sizes or min(sizes) < 1:
+        raise ValueError(f"tokens is {sizes}; give one number of tokens or more, each at least 1")
     target = torch.device(device)
     runtime_of(target)
     if target.type != "cuda":
@@ -133,7 +141,7 @@ def calibrate_offload(
     operators.require_kernels()
     from packhorse.gpu.detect import identify
 
-    figures = measure_crossover(target, n_rows, n_columns, tokens)
+    figures = measure_crossover(target, n_rows, n_columns, sizes)
     identity = identify(target)
     CROSSOVER_CACHE.write(CROSSOVER_CACHE.path(identity.device, folder), identity, figures)
     return crossover_of(figures)

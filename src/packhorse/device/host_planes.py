@@ -42,6 +42,7 @@ class HostPlanes:
 
     Attributes:
         stored: their bytes: u8, one dimension, in host memory.
+        name: of the weight.
         kind: what the GPU can do with this memory.
     """
 
@@ -52,6 +53,7 @@ class HostPlanes:
         ring: CopyRing | None = None,
         view_tokens: int = VIEW_TOKENS,
         *,
+        name: str = "a packed weight",
         runtime: CudaRuntime | None = None,
     ) -> None:
         """Copies the planes to host memory.
@@ -61,6 +63,7 @@ class HostPlanes:
             device: the CUDA device that reads the planes; "cpu" for none.
             ring: has room for the planes; None if all products use views.
             view_tokens: products with at most so many tokens use views.
+            name: of the weight, for messages.
             runtime: how to reach CUDA; for tests.
 
         Raises:
@@ -78,7 +81,7 @@ class HostPlanes:
         low, high = self._split(self.stored)
         self._planes = torch.from_numpy(low.numpy()), torch.from_numpy(high.numpy())
         self._view = memory.tensor(device)
-        self._ring, self._view_tokens = ring, view_tokens
+        self._ring, self._view_tokens, self.name = ring, view_tokens, name
         self._fill(arrays)
 
     def _fill(self, arrays: WeightTensors) -> None:
@@ -90,6 +93,19 @@ class HostPlanes:
         low, high = self._shapes
         start = _aligned(low.numel())
         return nbytes[: low.numel()].view(low), nbytes[start : start + high.numel()].view(high)
+
+    @property
+    def device(self) -> torch.device:
+        """The device that reads the planes."""
+        return self._view.device
+
+    def use_ring(self, ring: CopyRing | None, view_tokens: int) -> None:
+        """Takes another ring, or none, from the next product on.
+
+        Args:
+            ring, view_tokens: as in `__init__`.
+        """
+        self._ring, self._view_tokens = ring, view_tokens
 
     @property
     def nbytes(self) -> int:

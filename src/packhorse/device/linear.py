@@ -273,7 +273,10 @@ def _read_arrays(
         torch.bfloat16,
         current.shape,
     ):
-        state[name] = _prepared(module, pack_weight(given, current.format))
+        given = state[name] = _prepared(module, pack_weight(given, current.format))
+    is_moved = current.host_nbytes and metadata.get("assign_to_params_buffers", False)
+    if is_moved and isinstance(given, PackedWeight) and given.shape == current.shape:
+        state[name] = current.copy_(given)  # it would leave the host memory that the GPU reads
 
 
 def _prepared(module: nn.Module, weight: PackedWeight) -> PackedWeight:

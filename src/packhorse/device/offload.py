@@ -1,12 +1,13 @@
-"""Packed weights under the hooks of Hugging Face accelerate, which keep weights in host memory and
-bring each to its device while its module runs.
+"""Packed weights under the hooks of Hugging Face accelerate, which keep weights in host memory or
+on the disk, and bring each to its device while its module runs.
 
 A hook finds weights by their names in a state dict, where a packed weight is five arrays. So this
-module gives the hook the packed weight as a whole beside its arrays. Nothing is copied, and
-accelerate need not be installed: the hook is `module._hf_hook`, and has a mapping `weights_map`.
+module gives the hook a mapping that has the packed weight beside its arrays. Arrays in memory are
+joined once. Arrays on the disk are read and joined each time, so that they take memory only while
+their module runs. Accelerate need not be installed: the hook is `module._hf_hook`, and has a
+mapping `weights_map`.
 """
 
-from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,7 +20,43 @@ from packhorse.device.packing import array_names, join_arrays
 __all__ = ["HOOK", "join_offloaded", "offloaded_weight", "require_weights"]
 
 HOOK = "_hf_hook"
-_ARRAYS = array_names("weight").values()
+_ARRAYS = array_names("weight")
+_SMALL = _ARRAYS["first_exponents"]  # reading it from the disk is cheap
+
+
+class _JoinedWeights(Mapping[str, Any]):
+    """What a hook brings, with the packed weight as a whole under the name `weight`.
+
+    Args:
+        stored: has its arrays, in memory or on the disk.
+        n_columns: columns of the weight.
+        gathers: whether rows of it are looked up.
+    """
+
+    def __init__(self, stored: Mapping[str, Any], n_columns: int, gathers: bool) -> None:
+        self._stored, self._n_columns, self._gathers = stored, n_columns, gathers
+        # What is read from a file is another tensor each time.
+        self._kept = self._join() if stored[_SMALL] is stored[_SMALL] else None
+
+    def __getitem__(self, name: str) -> Any:
+        if name != "weight":
+            return self._stored[name]
+        return self._join() if self._kept is None else self._kept
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def _join(self) -> PackedWeight:
+        found = {name: self._stored.get(name) for name in _ARRAYS.values()}
+        arrays = {name: array for name, array in found.items() if array is not None}
+        weight = join_arrays(arrays, "weight", self._n_columns)
+        assert weight is not None  # one array is there
+        if self._gathers:
+            weight.prepare_gather()
+        return weight
 
 
 def _hooks(module: nn.Module) -> Iterator[Any]:
@@ -31,34 +68,28 @@ def _hooks(module: nn.Module) -> Iterator[Any]:
 
 
 def join_offloaded(module: nn.Module) -> None:
-    """Gives hooks the packed weight instead of its arrays, which are checked.
+    """Gives hooks the packed weight beside its arrays. These are checked: those in memory now, and
+    those on the disk whenever they are read.
 
     Args:
         module: a module with a packed weight, with hooks or without.
 
     Raises:
-        CorruptionError: the arrays that a hook has break the format.
+        CorruptionError: the arrays that a hook has in memory break the format.
     """
     for hook in _hooks(module):
         stored = hook.weights_map
-        if isinstance(stored.get("weight"), PackedWeight):
-            continue
-        if not all(name in stored for name in _ARRAYS):
-            continue
-        arrays = {name: stored[name] for name in _ARRAYS}
-        shape = module.weight.shape
-        assert isinstance(shape, torch.Size)
-        weight = join_arrays(arrays, "weight", shape[1])
-        if isinstance(module, nn.Embedding) and weight is not None:
-            weight.prepare_gather()
-        hook.weights_map = ChainMap({"weight": weight}, stored)
+        if not isinstance(stored, _JoinedWeights) and _SMALL in stored:
+            shape, gathers = module.weight.shape, isinstance(module, nn.Embedding)
+            assert isinstance(shape, torch.Size)
+            hook.weights_map = _JoinedWeights(stored, shape[1], gathers)
 
 
 def offloaded_weight(module: nn.Module) -> PackedWeight | None:
-    """The packed weight that hooks keep in host memory; None if they keep none.
+    """The packed weight that hooks keep in host memory or on the disk; None if they keep none.
 
     Raises:
-        CorruptionError: as `join_offloaded`.
+        CorruptionError: its arrays break the format.
     """
     join_offloaded(module)  # hooks may have come since, and the module did not run yet
     for hook in _hooks(module):
@@ -78,7 +109,8 @@ def require_weights(modules: Mapping[str, nn.Module]) -> None:
         ValueError: hooks keep the weight of one.
     """
     for name, module in modules.items():
-        if offloaded_weight(module) is not None:
+        maps = [hook.weights_map for hook in _hooks(module)]
+        if any(_SMALL in found or "weight" in found for found in maps):
             raise ValueError(
                 f"the weight of {name} is offloaded by accelerate; call "
                 "accelerate.hooks.remove_hook_from_module(model, recurse=True) first"

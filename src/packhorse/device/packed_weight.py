@@ -171,6 +171,11 @@ class PackedWeight(Tensor):
         return 0 if self._held.host is None else self._held.host.nbytes
 
     @property
+    def host_planes(self) -> HostPlanes | None:
+        """The planes in host memory; None unless `offload_model_` has moved them there."""
+        return self._held.host
+
+    @property
     def stored_arrays(self) -> WeightTensors:
         """The arrays as `arrays`, except that planes in host memory are tensors of the host."""
         return self._held.stored
@@ -498,6 +503,11 @@ def _share(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _copy_arrays(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`clone` and moves between devices."""
     held = args[0]._held
+    if held.host is not None and func is _aten._pin_memory.default:
+        raise RuntimeError(
+            f"this packed weight is in host memory that {args[0].device} reads (offload_model_), "
+            "so it need not be pinned; weight.cpu() is a copy that can be"
+        )
     dtype = kwargs.get("dtype")
     if dtype not in (None, torch.bfloat16):
         return _run_decoded(func, args, kwargs)

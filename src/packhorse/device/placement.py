@@ -87,6 +87,9 @@ def offload_model_(
     moved = _choose(groups, keep_nbytes)
     multiplied = [group for group in moved if group.is_multiplied]
     sizes = [planes_nbytes(_weight(group).stored_arrays) for group in multiplied]
+    for planes in (_weight(group).host_planes for group in groups):
+        if planes is not None:
+            planes.use_ring(None, 0)  # the former ring leaves the device before the new one comes
     ring = CopyRing(max(sizes), target) if sizes else None
     order = []
     for group in groups:
@@ -139,7 +142,16 @@ def _move(
     group: WeightGroup, device: torch.device, ring: CopyRing | None, view_tokens: int
 ) -> HostPlanes:
     weight = _weight(group)
-    planes = HostPlanes(weight.stored_arrays, device, ring, view_tokens)
+    held = weight.host_planes
+    if held is not None and held.device == device:
+        held.use_ring(ring, view_tokens)
+        return held
+    name = f"the weight of {group.name}"
+    try:
+        planes = HostPlanes(weight.stored_arrays, device, ring, view_tokens, name=name)
+    except Exception as error:
+        error.add_note(f"{name} was being moved to host memory; those before it have been moved")
+        raise
     _hold(group, weight.in_host_memory(planes))
     return planes
 

@@ -30,9 +30,11 @@ class Block(Protocol):
 
     Attributes:
         stored: its bytes in host memory: u8, one dimension.
+        name: for messages.
     """
 
     stored: Tensor
+    name: str
 
 
 class CopyEngine(Protocol):
@@ -130,7 +132,7 @@ class CopyRing:
         >>> import torch
         >>> from packhorse.gpu.copy_ring import CopyRing
         >>> class Block:
-        ...     stored = torch.arange(4, dtype=torch.uint8)
+        ...     name, stored = "one", torch.arange(4, dtype=torch.uint8)
         >>> with CopyRing(4, "cpu").lend(Block()) as copied:
         ...     print(copied.tolist())
         [0, 1, 2, 3]
@@ -214,7 +216,11 @@ class CopyRing:
     def _fetch(self, block: Block, slot: _Slot) -> None:
         slot.block = None  # if the copy fails, the slot holds nothing
         target = slot.buffer[: block.stored.numel()]
-        slot.arrived = self._engine.copy(target, block.stored, slot.freed)
+        try:
+            slot.arrived = self._engine.copy(target, block.stored, slot.freed)
+        except Exception as error:
+            error.add_note(f"{block.name} was being copied to the device")
+            raise
         slot.block = ref(block)
 
     def forget(self, block: Block) -> None:

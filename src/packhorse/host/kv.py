@@ -41,7 +41,7 @@ class StoreSize(NamedTuple):
         host_nbytes: of memory of the host, whether used or not.
         tail_nbytes: of the newest tokens, which are plain.
         n_pages: pages that are held.
-        n_refused: pages that no slot took, ever.
+        n_refused: those of them that are plain, because no slot takes them.
     """
 
     plain_nbytes: int = 0
@@ -225,18 +225,21 @@ class KVStore:
         n = self.n_tokens + n_more
         return outs[0][:, :, :n], outs[1][:, :, :n]
 
-    def select(self, sequences: Tensor) -> None:
+    def select(self, sequences: Tensor, on_host: Tensor | None = None) -> None:
         """Keeps the sequences with these numbers, in this order, each as often as it is named.
 
         Args:
-            sequences: integers, (n,).
+            sequences: integers, (n,), on any device.
+            on_host: the same in memory of the host; None to fetch them, which waits for the device.
 
         Raises:
             IndexError: there is no such sequence. The store is as it was.
         """
         if self.n_tokens:
+            on_host = sequences.cpu() if on_host is None else on_host
+            sequences = sequences.to(self._sides[0].tail.device)
             for side in self._sides:
-                side.select(sequences)
+                side.select(sequences, on_host.numpy())
 
     def crop(self, n: int) -> None:
         """Forgets the last n tokens of each sequence.
@@ -407,11 +410,10 @@ class _States:
             held = self._device_pages = kernels.DevicePages(self.pages, numbers, words)
         held.read_into(words)
 
-    def select(self, sequences: Tensor) -> None:
-        chosen = sequences.to(self.tail.device)
-        tail = self.tail.index_select(0, chosen)
+    def select(self, sequences: Tensor, on_host: NDArray[np.int64]) -> None:
+        tail = self.tail.index_select(0, sequences)
         before = self._numbers
-        self._numbers, self.tail = before[sequences.cpu().numpy()], tail
+        self._numbers, self.tail = before[on_host], tail
         self._hold()
         self._release(before)
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from packhorse.gpu.host_memory import MemoryKind
+from packhorse.gpu.host_memory import HostMemory, MemoryKind
 from packhorse.host.kv_pages import PackedPages
 from packhorse.kernels.tables import TableTensors, gather_rows
 
@@ -21,7 +21,7 @@ __all__ = ["DevicePages"]
 class DevicePages:
     """Which pages go where in tensors of one shape, on the device of the kernels.
 
-    If the device cannot read the memory of the slots, all slots are copied to it each time.
+    If the device cannot read the memory of the pages, they are copied to it each time.
 
     Args:
         pages: where the pages are.
@@ -32,6 +32,10 @@ class DevicePages:
     def __init__(self, pages: PackedPages, numbers: NDArray[np.int64], out: Tensor) -> None:
         self._pages, self._numbers, self._memory = pages, numbers, pages.memory
         self._shape, self._device = out.shape, out.device
+        self._plain = [
+            (sequence, page * pages.shape[1], self._view(memory)[part].view(out.dtype))
+            for sequence, page, memory, part in pages.plain_pages(numbers)
+        ]
         ids = pages.row_ids(numbers, out.shape[2] // pages.shape[1])
         self._ids = None if ids is None else self._to_device(ids)
         if ids is not None:
@@ -61,16 +65,16 @@ class DevicePages:
                 table = table._replace(rows=table.rows.to(self._device))
             gather_rows(table, self._pages.format.rows, self._ids, rows)
             out.view(-1)[self._places] = self._elements.to(out.dtype)
-        size = self._pages.shape[1]
-        for sequence, page, plain in self._pages.plain_pages(self._numbers):
-            out[sequence, :, page * size : (page + 1) * size] = self._to_device(plain)
+        shape = self._pages.shape
+        for sequence, start, plain in self._plain:
+            held = plain.view(shape).to(self._device)
+            out[sequence, :, start : start + shape[1]] = held
 
     def _table_of_slots(self) -> TableTensors:
         """The slots as a table without exceptions."""
         format, memory = self._pages.format.rows, self._memory
         assert memory is not None
-        is_read = self._device.type == "cpu" or memory.kind is not MemoryKind.PAGEABLE
-        held = memory.tensor(self._device if is_read else "cpu")
+        held = self._view(memory)
         n_bytes = self._pages.n_slots * self._pages.format.n_rows * format.stride
         values = np.array(format.values, f"u{format.element_nbytes}")
         none = torch.empty(0, dtype=torch.int32, device=self._device)
@@ -80,7 +84,15 @@ class DevicePages:
             self._to_device(values),
         )
 
+    def _view(self, memory: HostMemory) -> Tensor:
+        """The bytes of memory, where the device reads them; otherwise on the host."""
+        is_read = self._device.type == "cpu" or memory.kind is not MemoryKind.PAGEABLE
+        return memory.tensor(self._device if is_read else "cpu")
+
     def _to_device(self, array: NDArray[Any]) -> Tensor:
         """Unsigned integers become signed ones of the same bits, except for bytes."""
         signed = array.view(f"i{array.itemsize}") if array.itemsize > 1 else array
-        return torch.from_numpy(np.ascontiguousarray(signed)).to(self._device)
+        held = torch.from_numpy(np.ascontiguousarray(signed))
+        if self._device.type != "cuda":
+            return held.to(self._device)
+        return held.pin_memory().to(self._device, non_blocking=True)  # the host does not wait

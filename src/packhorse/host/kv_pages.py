@@ -42,7 +42,9 @@ _SPARE_SHARE = 1 / 512
 _SPARE_PLACES = 8
 _MOST_MISSED = 0.01  # of the elements; more exceptions take longer to put back than they save
 _MOST_SHARE = 0.92  # of the plain bytes: a slot that saves less is not worth the decoding
-_GROWTH = 16  # a store that is full grows by this part of itself
+# Memory that is full grows by a sixteenth, so that little of it is unused; if it is small, by a
+# quarter, but not by more than 8 pages. Each time, the slots are copied, and a GPU is told.
+_GROWTH, _GROWTH_SMALL, _GROWTH_PAGES = 16, 4, 8
 
 
 class PageFormat(NamedTuple):
@@ -124,6 +126,11 @@ def _tokens_of_row(n_tokens: int, head_dim: int) -> int:
     return min(fitting, key=lambda n: abs(n * head_dim - _ROW_COLUMNS))
 
 
+def _enlarged(n: int, n_missing: int) -> int:
+    """How many places there will be, of n that are too few."""
+    return n + max(n_missing, n // _GROWTH, min(n // _GROWTH_SMALL, _GROWTH_PAGES))
+
+
 class _Slots:
     """Slots of one format, in memory that may grow."""
 
@@ -158,6 +165,27 @@ class _Slots:
         self.n = n
 
 
+class _PlainPool:
+    """Places for plain pages, in blocks of memory that stay where they are."""
+
+    def __init__(self, page_nbytes: int, device: torch.device | str | None) -> None:
+        self._page_nbytes, self._device = page_nbytes, device
+        self._places: list[tuple[HostMemory, slice]] = []
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, place: int) -> tuple[HostMemory, slice]:
+        """The memory of a place, and which of its bytes the place has."""
+        return self._places[place]
+
+    def resize(self, n: int) -> None:
+        """Has n places from now on."""
+        size, n_new = self._page_nbytes, n - len(self)
+        memory = host_memory(max(n_new * size, 1), device=self._device)
+        self._places += [(memory, slice(i * size, (i + 1) * size)) for i in range(n_new)]
+
+
 def _word_type(format: PageFormat) -> np.dtype[Any]:
     return np.dtype(f"u{format.rows.element_nbytes}")
 
@@ -190,15 +218,14 @@ class PackedPages:
         self.format, self.shape, self._threads = format, shape, resolve_threads(threads)
         self._grows = room is None
         self._slots = _Slots(format, device)
-        self._plain: list[_Words | None] = []
+        self._plain = _PlainPool(format.plain_nbytes, device)
         self._free_slots: list[int] = []  # the next one last
         self._free_plain: list[int] = []
         self._holders: Counter[int] = Counter()
-        self.n_refused = 0
         if room is not None:
             self._slots.resize(room.n_slots)
             self._free_slots = list(range(room.n_slots))[::-1]
-            self._plain = [np.zeros(shape, _word_type(format)) for _ in range(room.n_plain)]
+            self._plain.resize(room.n_plain)
             self._free_plain = list(range(room.n_plain))[::-1]
 
     @property
@@ -217,10 +244,15 @@ class PackedPages:
         return len(self._holders)
 
     @property
+    def n_refused(self) -> int:
+        """Pages of the plain pool that are held by someone."""
+        return sum(number < 0 for number in self._holders)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the memory, whether it is used or not."""
-        n_plain = sum(page is not None for page in self._plain)
-        return self._slots.n * self.format.slot_nbytes + n_plain * self.format.plain_nbytes
+        format = self.format
+        return self._slots.n * format.slot_nbytes + len(self._plain) * format.plain_nbytes
 
     @property
     def memory(self) -> HostMemory | None:
@@ -232,7 +264,7 @@ class PackedPages:
         n_missing = n - len(self._free_slots)
         if self._grows and n_missing > 0:
             first = self._slots.n
-            self._slots.resize(first + max(n_missing, first // _GROWTH))
+            self._slots.resize(_enlarged(first, n_missing))
             self._free_slots[:0] = range(first, self._slots.n)[::-1]
 
     def add(self, pages: _Words) -> _Numbers:
@@ -262,16 +294,13 @@ class PackedPages:
         slots = self._slots
         for i, number in enumerate(numbers.tolist()):
             if number < 0:
-                held = self._plain[-1 - number]
-                assert held is not None
-                held[...] = pages[i]
+                self._plain_words(-1 - number)[...] = pages[i]
                 continue
             part, n = slice(bounds[i], bounds[i + 1]), int(counts[i])
             slots.rows[number * format.n_rows : (number + 1) * format.n_rows] = by_page[i]
             slots.places[number, :n] = places[part]
             slots.elements[number, :n] = elements[part]
             slots.counts[number] = n
-        self.n_refused += int(np.count_nonzero(~fits))
         return numbers
 
     def _take(self, fits: NDArray[np.bool_]) -> _Numbers:
@@ -298,12 +327,16 @@ class PackedPages:
         return np.array(numbers, np.int64)
 
     def _grow_plain(self, n_plain: int) -> None:
-        for _ in range(n_plain - len(self._free_plain)):
-            self._free_plain.append(len(self._plain))
-            self._plain.append(None)
-        for place in self._free_plain[len(self._free_plain) - n_plain :]:
-            if self._plain[place] is None:
-                self._plain[place] = np.zeros(self.shape, _word_type(self.format))
+        n_missing = n_plain - len(self._free_plain)
+        if n_missing > 0:
+            first = len(self._plain)
+            self._plain.resize(_enlarged(first, n_missing))
+            self._free_plain[:0] = range(first, len(self._plain))[::-1]
+
+    def _plain_words(self, place: int) -> _Words:
+        memory, part = self._plain[place]
+        words: _Words = memory.numpy()[part].view(_word_type(self.format)).reshape(self.shape)
+        return words
 
     def share(self, numbers: Iterable[int]) -> None:
         """Counts one holder more of each page."""
@@ -320,8 +353,6 @@ class PackedPages:
                 self._free_slots.append(number)
             else:
                 self._free_plain.append(-1 - number)
-                if self._grows:
-                    self._plain[-1 - number] = None
 
     def read_into(self, numbers: _Numbers, dst: _Words) -> None:
         """Unpacks pages, bit for bit.
@@ -349,9 +380,9 @@ class PackedPages:
             gather_into(arrays, format.rows, ids, rows, threads=threads)
             places, elements = self.exceptions(numbers, dst.shape)
             dst.reshape(-1)[places] = elements
-        for sequence, page, plain in self.plain_pages(numbers):
+        for sequence, page, place in self._plain_places(numbers):
             start = page * self.shape[1]
-            dst[sequence, :, start : start + self.shape[1]] = plain
+            dst[sequence, :, start : start + self.shape[1]] = self._plain_words(place)
 
     def row_ids(self, numbers: _Numbers, capacity: int) -> _Numbers | None:
         """The packed row of each row of a destination for `capacity` pages of each sequence: 0 for
@@ -379,13 +410,14 @@ class PackedPages:
             self._slots.elements[slots][held],
         )
 
-    def plain_pages(self, numbers: _Numbers) -> list[tuple[int, int, _Words]]:
-        """The pages of the plain pool: sequence, place in it, elements."""
-        if numbers.size == 0 or numbers.min() >= 0:
-            return []
+    def plain_pages(self, numbers: _Numbers) -> list[tuple[int, int, HostMemory, slice]]:
+        """The pages of the plain pool: sequence, place in it, memory, and bytes of the memory."""
+        return [(i, j, *self._plain[place]) for i, j, place in self._plain_places(numbers)]
+
+    @staticmethod
+    def _plain_places(numbers: _Numbers) -> list[tuple[int, int, int]]:
         found = np.argwhere(numbers < 0).tolist()
-        pages = [(i, j, self._plain[-1 - int(numbers[i, j])]) for i, j in found]
-        return [(i, j, page) for i, j, page in pages if page is not None]
+        return [(i, j, -1 - int(numbers[i, j])) for i, j in found]
 
     def _threads_for(self, nbytes: int) -> int:
         """One for each piece that takes longer than to start a thread."""

@@ -67,10 +67,11 @@ class PackhorseSerializer:
         )
 
     def _capacity(self, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-        name, nbytes = NAMES[dtype], dtype.itemsize * torch.Size(shape).numel()
+        nbytes = dtype.itemsize * torch.Size(shape).numel()
+        name, framed = _framed(dtype, shape)
         share = _SHARES.get(name, 1.0) if self._share is None else self._share
         saved = int(nbytes * (1 - share)) // _FRAME_ALIGNMENT * _FRAME_ALIGNMENT
-        return max_frame_nbytes(name, tuple(shape)) - saved
+        return max_frame_nbytes(name, framed) - saved
 
     def serialize(self, src: Any, dst: Any, key: object) -> int:
         """Packs a chunk.
@@ -152,12 +153,21 @@ def _bytes_of(memory: Any) -> _Bytes:
 
 
 def _tensors_of(memory: Any) -> Iterator[tuple[_Bytes, str, tuple[int, ...]]]:
-    """The tensors of a chunk: their bytes, dtype and shape. They lie one after the other."""
+    """The tensors of a chunk: their bytes, and dtype and shape of their frames. They lie one after
+    the other."""
     data, start = _bytes_of(memory), 0
     for dtype, shape in zip(memory.get_dtypes(), memory.get_shapes(), strict=True):
         stop = start + dtype.itemsize * shape.numel()
-        yield data[start:stop], NAMES[dtype], tuple(shape)
+        yield data[start:stop], *_framed(dtype, shape)
         start = stop
+
+
+def _framed(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """The dtype and shape of a frame for a tensor: of its bytes if frames do not know the dtype,
+    such as PyTorch's pairs of floats of 4 bits."""
+    if dtype in NAMES:
+        return NAMES[dtype], tuple(shape)
+    return "U8", (dtype.itemsize * torch.Size(shape).numel(),)
 
 
 def register(name: str = "packhorse") -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from packhorse.errors import CompatibilityError
 from packhorse.host.kv import KVStore, StoreSize, WorkingMemory
@@ -158,12 +158,17 @@ class PackedHostLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """Forgets what was unpacked ahead; all tokens are in memory of the host already."""
         self._ahead = None
 
-    def prefetch(self) -> None:
-        """Unpacks the layer before `update` asks for it."""
+    def prefetch(self, n_new: int = 1) -> None:
+        """Unpacks the layer before `update` asks for it.
+
+        Args:
+            n_new: tokens that `update` will probably bring.
+        """
         if self._ahead is not None and self._memory.holds(self._ahead[2]):
             return  # it is there already: plain layers lie between
         if self.store.n_tokens:
-            keys, values = self.store.read(self._memory, self.store.page_tokens)
+            n_more = max(n_new, self.store.page_tokens)
+            keys, values = self.store.read(self._memory, n_more)
             self._ahead = keys, values, self._memory.n_taken
 
     def reset(self) -> None:
@@ -189,22 +194,23 @@ class PackedHostLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Gives each beam the tokens of another one; no page is copied."""
-        self._select(beam_idx)
+        self.select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each sequence; no page is copied."""
         if self.store.n_tokens:
             n_sequences = self.store.n_sequences
-            self._select(torch.arange(n_sequences).repeat_interleave(repeats))
+            self.select(torch.arange(n_sequences).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the sequences with these numbers, or those of a mask."""
         if self.store.n_tokens:
-            self._select(torch.arange(self.store.n_sequences)[torch.as_tensor(indices).cpu()])
+            self.select(torch.arange(self.store.n_sequences)[torch.as_tensor(indices).cpu()])
 
-    def _select(self, sequences: Tensor) -> None:
+    def select(self, sequences: Tensor, on_host: Tensor | None = None) -> None:
+        """Keeps some sequences, as `KVStore.select`."""
         self._ahead = None
-        self.store.select(sequences)
+        self.store.select(sequences, on_host)
 
 
 class PackedHostCache(Cache):
@@ -214,6 +220,9 @@ class PackedHostCache(Cache):
     transformers, and stay plain; `report` names them.
 
     It is for inference: a call with gradients is refused.
+
+    If one layer refuses tokens, no layer keeps them: the cache is as it was before the model ran.
+    (States of linear attention are not taken back; then `reset` the cache.)
 
     Args:
         config: of the model. Without one each layer is packed and keeps all tokens; a model whose
@@ -252,6 +261,8 @@ class PackedHostCache(Cache):
         self._memory = WorkingMemory()
         self._stream: Any = None
         self._lenders: set[int] = set()
+        # What layers with a sliding window had before their last tokens: views, nothing is copied.
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
         self._has_room = room_tokens is not None
         new_layer: Any = partial(
             PackedHostLayer,
@@ -286,7 +297,12 @@ class PackedHostCache(Cache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """As transformers' caches do."""
         self._wait()
-        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+        on_host = beam_idx.cpu()  # the only wait for the device
+        for layer in self.layers:
+            if isinstance(layer, PackedHostLayer):
+                layer.select(beam_idx, on_host)
+            else:
+                layer.reorder_cache(beam_idx)  # type: ignore[arg-type]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """As transformers' caches do."""
@@ -300,12 +316,13 @@ class PackedHostCache(Cache):
 
     def _wait(self) -> None:
         """What is launched from now on comes after what still reads pages on the side stream."""
+        self._before.clear()  # sequences or lengths are about to change
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def __getstate__(self) -> dict[str, Any]:
         """For `copy.deepcopy`: each cache has a stream of its own."""
-        return self.__dict__ | {"_stream": None}
+        return self.__dict__ | {"_stream": None, "_before": {}}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -313,8 +330,38 @@ class PackedHostCache(Cache):
         """Stores new tokens of a layer, and on a GPU begins to unpack the next layer.
 
         Raises:
-            MemoryError, RuntimeError: as `PackedHostLayer.update`.
+            MemoryError, RuntimeError: as `PackedHostLayer.update`. No layer has the tokens then.
         """
+        n_new = key_states.shape[2]
+        held = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        n_before = held.get_seq_length() if isinstance(held, DynamicLayer) else 0
+        try:
+            found = self._update(key_states, value_states, layer_idx, *args, **kwargs)
+        except BaseException as error:
+            where = f"layer {layer_idx} of the cache, tokens {n_before} to {n_before + n_new - 1}"
+            error.add_note(f"{where}: no layer has them now")
+            self._take_back(n_before + n_new, n_new)
+            raise
+        if isinstance(self.layers[layer_idx], DynamicSlidingWindowLayer):
+            self._before[layer_idx] = found[0][:, :, :-n_new], found[1][:, :, :-n_new]
+        return found
+
+    def _take_back(self, n_tokens: int, n_new: int) -> None:
+        """Lets the layers that have so many tokens forget the new ones."""
+        before = dict(self._before)
+        self._wait()
+        for i, layer in enumerate(self.layers):
+            if not isinstance(layer, DynamicLayer) or layer.get_seq_length() != n_tokens:
+                continue
+            if i in before:
+                layer.keys, layer.values = before[i]
+                layer.cumulative_length -= n_new
+            elif type(layer) in (PackedHostLayer, DynamicLayer):
+                layer.crop(-n_new)
+
+    def _update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         if not key_states.is_cuda:
             found: tuple[Tensor, Tensor] = super().update(
                 key_states, value_states, layer_idx, *args, **kwargs
@@ -332,15 +379,21 @@ class PackedHostCache(Cache):
         # The next layer goes to the buffer of the layer before, whose attention is queued already.
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            following = self._next_packed(layer_idx)
-            if following is not None:
-                following.prefetch()
+            self._prefetch_after(layer_idx, key_states.shape[2])
         return found
 
-    def _next_packed(self, layer_idx: int) -> PackedHostLayer | None:
+    def _prefetch_after(self, layer_idx: int, n_new: int) -> None:
+        """Unpacks the next packed layer, for as many new tokens."""
         n = len(self.layers)
-        later = (self.layers[(layer_idx + i) % n] for i in range(1, n + 1))
-        return next((layer for layer in later if isinstance(layer, PackedHostLayer)), None)
+        for i in (*range(layer_idx + 1, n), *range(layer_idx + 1)):
+            layer = self.layers[i]
+            if isinstance(layer, PackedHostLayer):
+                try:
+                    layer.prefetch(n_new)
+                except BaseException as error:
+                    error.add_note(f"layer {i} of the cache was unpacked ahead")
+                    raise
+                return
 
     def report(self) -> CacheReport:
         """What the cache takes, and which layers are plain."""

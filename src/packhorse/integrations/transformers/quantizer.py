@@ -412,7 +412,8 @@ def _refuse_disk(device_map: Mapping[str, Any]) -> None:
     if "disk" in map(str, device_map.values()):
         raise ValueError(
             "the device map puts modules on the disk, where packed weights cannot be offloaded: "
-            "put them on GPUs or the host, with more max_memory for 'cpu' if device_map is 'auto'"
+            "put them on GPUs or the host, with more max_memory for 'cpu' if device_map is 'auto'; "
+            "or load the whole model to the host, then call accelerate.disk_offload(model, folder)"
         )
 
 
