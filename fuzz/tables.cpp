@@ -8,6 +8,7 @@
 #include "common.hpp"
 #include "tables/gather.hpp"
 #include "tables/pack.hpp"
+#include "tables/sum.hpp"
 
 namespace packhorse::fuzz {
 namespace {
@@ -75,6 +76,31 @@ Arrays pack(const TableShape& shape, const Buffer& elements, std::size_t n_rows,
     return arrays;
 }
 
+// Bags that begin and end anywhere.
+template <class Number>
+void run_sums(const TableShape& shape, const TableRows& from, Input numbers, bool broken,
+              std::size_t threads, Isa isa) {
+    constexpr std::size_t kBags = 5;
+    if (from.n_rows == 0) return;
+    std::vector<int64_t> ids(2 * from.n_rows), starts(kBags + 1);
+    for (int64_t& id : ids)
+        id = static_cast<int64_t>(static_cast<uint64_t>(numbers.take(2)) % from.n_rows);
+    for (int64_t& start : starts)
+        start = static_cast<int64_t>(numbers.take(2) % (2 * ids.size())) -
+                static_cast<int64_t>(ids.size() / 2);
+    Buffer found(kBags * shape.row_nbytes(), 0xA5), other(kBags * shape.row_nbytes(), 0x5A);
+    const auto sum = [&](Buffer& dst, std::size_t n_threads, Isa which) {
+        sum_rows_of_bags<Number>(shape, from, ids.data(), ids.size(), starts.data(), kBags,
+                                 dst.data(), n_threads, which);
+    };
+    sum(found, threads, isa);
+    sum(other, 1, Isa::kPortable);
+    std::sort(starts.begin(), starts.end());  // then it is said which rows a bag has
+    sum(found, threads, isa);
+    sum(other, 1, Isa::kPortable);
+    claim(broken || found.equals(other), "all code paths add up alike");
+}
+
 template <class U>
 void run_elements(const TableShape& shape, const Buffer& elements, std::size_t n_rows, Input breaks,
                   std::size_t threads, Isa isa) {
@@ -90,6 +116,8 @@ void run_elements(const TableShape& shape, const Buffer& elements, std::size_t n
     gather_rows<U>(shape, from, ids.data(), n_rows, other.data(), 1, Isa::kPortable);
     claim(broken || found.equals(elements), "undamaged arrays give the rows");
     claim(broken || other.equals(elements), "undamaged arrays give the rows on all paths");
+    if constexpr (sizeof(U) == 4) run_sums<Fp32>(shape, from, breaks, broken, threads, isa);
+    if constexpr (sizeof(U) == 2) run_sums<Bf16>(shape, from, breaks, broken, threads, isa);
 }
 
 void run(Input input) {

@@ -412,35 +412,55 @@ inline void gather_row(const TableReader<U>& reader, const uint8_t* row, uint8_t
         gather_sparse(reader, row, dst);
 }
 
-// Rows ids[0 .. n) to `dst`, one after the other. Another thread may write to the ids meanwhile, so
-// each is checked where it is used; what is no row then is left out.
+// The ids of a gather. Another thread may write to them meanwhile, so each is read anew and checked
+// where it is used; what is no row then is left out.
+struct TableIds {
+    const volatile int64_t* at;
+
+    explicit TableIds(const int64_t* ids) : at(ids) {}
+    std::size_t operator[](std::size_t i) const { return static_cast<std::size_t>(at[i]); }
+};
+
+// Gathers row ids[i] to place(i), and then calls done(i), for i from `start` to `stop` - 1.
+template <class U, class Place, class Done>
+inline void gather_some_rows(const TableReader<U>& reader, const TableRows& from,
+                             const TableIds& ids, std::size_t start, std::size_t stop,
+                             const Place& place, const Done& done) {
+    using Rows = TableRowsAhead<U>;
+    constexpr std::size_t kFind = Rows::kRows / 4, kFetch = Rows::kRows * 5 / 8;  // turns after
+    const TableShape& shape = reader.shape;
+    const Scratch scratch(gather_scratch_nbytes(shape));
+    Rows ahead(from, shape.stride);
+    for (std::size_t turn = start; turn < stop + Rows::kRows; ++turn) {
+        const auto is_turn = [=](std::size_t after) {
+            return turn >= start + after && turn < stop + after;
+        };
+        if (is_turn(0)) ahead.fetch(ids[turn]);
+        if (is_turn(kFind)) ahead.find_exceptions(turn - kFind, ids[turn - kFind]);
+        if (is_turn(kFetch)) ahead.fetch_exceptions(turn - kFetch);
+        if (!is_turn(Rows::kRows)) continue;
+        const std::size_t i = turn - Rows::kRows, row = ids[i];
+        if (row >= from.n_rows) continue;
+        uint8_t* const dst = place(i);
+        gather_row(reader, from.rows + row * shape.stride, dst, scratch.get());
+        ahead.put_exceptions(i, shape.n_columns, dst);
+        done(i);
+    }
+}
+
+// Rows ids[0 .. n) to `dst`, one after the other.
 template <class U>
 inline void gather_rows(const TableShape& shape, const TableRows& from, const int64_t* ids,
                         std::size_t n, uint8_t* dst, std::size_t threads, Isa isa) {
-    using Rows = TableRowsAhead<U>;
-    constexpr std::size_t kFind = Rows::kRows / 4, kFetch = Rows::kRows * 5 / 8;  // turns after
     const TableReader<U> reader(shape, isa);
+    const TableIds numbers(ids);
     const std::size_t row_nbytes = shape.row_nbytes();
     const std::size_t at_once = std::max<std::size_t>(1, kTableBlockNbytes / row_nbytes);
-    const volatile int64_t* const read_once = ids;
-    const auto number = [&](std::size_t i) { return static_cast<std::size_t>(read_once[i]); };
     parallel_for((n + at_once - 1) / at_once, threads, [&](std::size_t, std::size_t block) {
-        const Scratch scratch(gather_scratch_nbytes(shape));
         const std::size_t start = block * at_once, stop = std::min(start + at_once, n);
-        Rows ahead(from, shape.stride);
-        for (std::size_t turn = start; turn < stop + Rows::kRows; ++turn) {
-            const auto is_turn = [=](std::size_t after) {
-                return turn >= start + after && turn < stop + after;
-            };
-            if (is_turn(0)) ahead.fetch(number(turn));
-            if (is_turn(kFind)) ahead.find_exceptions(turn - kFind, number(turn - kFind));
-            if (is_turn(kFetch)) ahead.fetch_exceptions(turn - kFetch);
-            if (!is_turn(Rows::kRows)) continue;
-            const std::size_t i = turn - Rows::kRows, row = number(i);
-            if (row >= from.n_rows) continue;
-            gather_row(reader, from.rows + row * shape.stride, dst + i * row_nbytes, scratch.get());
-            ahead.put_exceptions(i, shape.n_columns, dst + i * row_nbytes);
-        }
+        gather_some_rows(
+            reader, from, numbers, start, stop, [=](std::size_t i) { return dst + i * row_nbytes; },
+            [](std::size_t) {});
     });
 }
 

@@ -243,6 +243,20 @@ def gather_table_rows(
     dst: _Planes,
     threads: int,
 ) -> int: ...
+def sum_table_rows(
+    fields: _Words64,
+    values: _Words64,
+    rows: _Planes,
+    marks: _Words32,
+    ranks: _Words32,
+    starts: _Words32,
+    columns: NDArray[np.uint16],
+    elements: _Bytes,
+    ids: NDArray[np.int64],
+    bag_starts: NDArray[np.int64],
+    dst: _Planes,
+    threads: int,
+) -> int: ...
 
 _Segments = Sequence[tuple[int, float, int, float]]  # n, bound, bits, center
 

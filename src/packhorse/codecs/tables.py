@@ -45,6 +45,7 @@ __all__ = [
     "gather_into",
     "rank_marks",
     "replace_rows",
+    "sum_into",
 ]
 
 _Bytes = NDArray[np.uint8]
@@ -285,7 +286,47 @@ def gather_into(
     _require_rows(dst, format.row_nbytes, "dst")
     if not dst.flags.writeable:
         raise TypeError("dst is read-only; give a writable array")
-    bad = _core.gather_table_rows(
+    bad = _core.gather_table_rows(*_in_memory(arrays, format), ids, dst, threads)
+    _require_found(bad, ids, len(arrays.rows))
+
+
+def sum_into(
+    arrays: TableArrays,
+    format: TableFormat,
+    ids: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    dst: _Bytes,
+    *,
+    threads: int = 1,
+) -> None:
+    """Adds up rows, bag by bag, in the order of the ids and in fp32. Elements of 4 bytes are FP32;
+    those of 2 bytes are BF16, and sums are rounded as FBGEMM does: half goes away from zero.
+
+    Args:
+        arrays: a packed table.
+        format: its format.
+        ids: int64, (n,): the numbers of the rows, in any order, each as often as wanted.
+        starts: int64, (n_bags + 1,): where each bag begins among the ids, and where the last one
+            ends; ascending, at most n. A bag may be empty.
+        dst: uint8, (n_bags, bytes of a plain row), C-contiguous and writable: receives the sums. It
+            must not share memory with the arrays.
+        threads: how many threads of the core work on it.
+
+    Raises:
+        IndexError: there is no such row. Nothing was written.
+        TypeError: an array is not of this kind.
+        ValueError: an array has another length, or the elements have another size.
+    """
+    if ids.dtype != np.int64 or ids.ndim != 1 or not ids.flags.c_contiguous:
+        raise TypeError("ids must be a contiguous int64 vector")
+    _require_rows(dst, format.row_nbytes, "dst")
+    bad = _core.sum_table_rows(*_in_memory(arrays, format), ids, starts, dst, threads)
+    _require_found(bad, ids, len(arrays.rows))
+
+
+def _in_memory(arrays: TableArrays, format: TableFormat) -> tuple[NDArray[Any], ...]:
+    """A packed table as the core takes it."""
+    return (
         *_fields_of(format),
         arrays.rows,
         arrays.marks,
@@ -293,14 +334,14 @@ def gather_into(
         arrays.exception_starts,
         arrays.exception_columns,
         arrays.exception_elements,
-        ids,
-        dst,
-        threads,
     )
+
+
+def _require_found(bad: int, ids: NDArray[np.int64], n_rows: int) -> None:
     if bad != len(ids):
         raise IndexError(
             f"id {ids[bad]}, number {bad} of {len(ids)}, is out of range: the table has rows 0 to"
-            f" {len(arrays.rows) - 1}"
+            f" {n_rows - 1}"
         )
 
 

@@ -8,6 +8,7 @@ a subclass, such as one that scales what it looks up, gets a class that derives 
 
 from __future__ import annotations
 
+from functools import cache
 from types import MethodType
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 
 from packhorse.codecs.table_plan import TableWay
 from packhorse.host.packed_module import PackedModule, memory_for
-from packhorse.host.places import Places
+from packhorse.host.places import Places, require_integers
 from packhorse.host.table import PackedTable, pack_table
 
 __all__ = ["PackedEmbedding", "PackedEmbeddingBag", "pack_embedding_", "unpack_embedding_"]
@@ -258,6 +259,10 @@ class PackedEmbeddingBag(PackedModule, nn.EmbeddingBag):  # type: ignore[overrid
         self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
     ) -> Tensor:
         device = self.place_for(input)
+        if per_sample_weights is None and self._adds_up(device):
+            sums = self._sum(input, offsets)
+            if sums is not None:
+                return sums
         nbytes = input.numel() * self.table.way.format.row_nbytes
         distinct = nbytes > _DISTINCT_NBYTES
         if device.type != "cpu":
@@ -274,6 +279,49 @@ class PackedEmbeddingBag(PackedModule, nn.EmbeddingBag):  # type: ignore[overrid
             include_last_offset=self.include_last_offset,
             padding_idx=places.padding,
         )
+
+
+    def _adds_up(self, device: torch.device) -> bool:
+        """Whether the core can add up rows as it unpacks them, with PyTorch's results."""
+        return (
+            device.type == "cpu"
+            and not self.collects
+            and self.mode in ("sum", "mean")
+            and self.padding_idx is None
+            and self.table.sums_bags
+            and (self.dtype == torch.float32 or _rounds_half_up())
+        )
+
+    def _sum(self, input: Tensor, offsets: Tensor | None) -> Tensor | None:
+        """Bags of ids on the CPU; None if the arguments are not as they should be, so that PyTorch
+        says what is wrong."""
+        require_integers(input)
+        if input.dim() == 2 and offsets is None:
+            n_bags, n = input.shape
+            starts = torch.arange(n_bags + 1) * n
+        elif input.dim() == 1 and offsets is not None and offsets.dim() == 1 and len(offsets):
+            require_integers(offsets)
+            starts = offsets.cpu().long()
+            if not self.include_last_offset:
+                starts = F.pad(starts, (0, 1), value=len(input))
+        else:
+            return None
+        counts = starts.diff()
+        if starts[0] or starts[-1] != input.numel() or (counts < 0).any():
+            return None
+        ids = input.reshape(-1).long().contiguous().numpy()
+        sums = torch.from_numpy(self.table.sum_bags(ids, starts.numpy())).view(self.dtype)
+        if self.mode == "mean":
+            sums /= counts.clamp_(min=1).to(self.dtype)[:, None]
+        return sums
+
+
+@cache
+def _rounds_half_up() -> bool:
+    """Whether PyTorch rounds sums of BF16 as FBGEMM does, of which not every build has it."""
+    rows = torch.tensor([[1.0], [2.0**-8]], dtype=torch.bfloat16)
+    found = F.embedding_bag(torch.tensor([[0, 1]]), rows, mode="sum")
+    return bool(found[0, 0] == 1 + 2.0**-7)
 
 
 def pack_embedding_(

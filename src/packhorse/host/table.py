@@ -16,7 +16,13 @@ from numpy.typing import NDArray
 
 from packhorse.arguments import resolve_threads
 from packhorse.codecs.table_plan import TableWay, choose_way, list_ways
-from packhorse.codecs.tables import TableArrays, TablePacker, gather_into, replace_rows
+from packhorse.codecs.tables import (
+    TableArrays,
+    TablePacker,
+    gather_into,
+    replace_rows,
+    sum_into,
+)
 from packhorse.framework import framework_of, resolve_framework
 from packhorse.gpu.host_memory import HostMemory, host_memory
 from packhorse.host.changed_rows import ChangedRows
@@ -208,11 +214,51 @@ class PackedTable:
         def write(numbers: NDArray[np.int64], memory: _Bytes) -> None:
             rows = memory.reshape(len(numbers), self.way.format.row_nbytes)
             gather_into(
-                self._arrays, self.way.format, numbers, rows, threads=_threads_for(rows, threads)
+                self._arrays, self.way.format, numbers, rows, threads=_threads_for(rows.nbytes, threads)
             )
             self._changed.put_into(numbers, rows)
 
         return write
+
+    @property
+    def sums_bags(self) -> bool:
+        """Whether `sum_bags` can be called: rows are FP32 or BF16, and none is kept plain."""
+        return self.dtype in ("F32", "BF16") and not self.n_unpacked_rows
+
+    def sum_bags(
+        self, ids: NDArray[np.int64], starts: NDArray[np.int64], *, threads: int | None = None
+    ) -> NDArray[np.uint8]:
+        """Sums of rows, without the rows in between: bags of embeddings, on the CPU. FP32 sums are
+        those of `torch.nn.functional.embedding_bag`, bit for bit; so are those of BF16 where PyTorch
+        has FBGEMM.
+
+        Args:
+            ids: int64, (n,): the rows of all bags, one bag after the other.
+            starts: int64, (n_bags + 1,): where each bag begins, and where the last one ends;
+                ascending from 0 to n. A bag may be empty: its sum is 0.
+            threads: as for `gather`.
+
+        Returns:
+            uint8, (n_bags, bytes of a plain row): the sums, of the table's dtype.
+
+        Raises:
+            ClosedError: as `gather`.
+            IndexError: there is no such row.
+            TypeError: an array is of another kind.
+            ValueError: the starts are not as described, or `sums_bags` is false.
+        """
+        self.memory.numpy()
+        if not self.sums_bags:
+            raise ValueError(
+                f"rows of {self.dtype}, of which {self.n_unpacked_rows} are kept plain, cannot be"
+                " added up packed: gather them"
+            )
+        if not len(starts) or starts[0] or starts[-1] != len(ids) or (np.diff(starts) < 0).any():
+            raise ValueError(f"starts must ascend from 0 to the number of ids, {len(ids)}")
+        sums = np.empty((len(starts) - 1, self.way.format.row_nbytes), np.uint8)
+        wanted = _threads_for(len(ids) * self.way.format.row_nbytes, threads)
+        sum_into(self._arrays, self.way.format, ids, starts, sums, threads=wanted)
+        return sums
 
     def _on_devices(self) -> DeviceGathers:
         if self._gathers is None:
@@ -441,10 +487,9 @@ def _attach(
     return table
 
 
-def _threads_for(rows: _Bytes, threads: int | None) -> int:
+def _threads_for(nbytes: int, threads: int | None) -> int:
     """Threads for a gather: one for each piece that takes longer than to start a thread."""
-    wanted = resolve_threads(threads)
-    return max(1, min(wanted, rows.nbytes >> 18))
+    return max(1, min(resolve_threads(threads), nbytes >> 18))
 
 
 def is_on_device(where: Any) -> bool:
