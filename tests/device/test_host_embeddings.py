@@ -2,6 +2,7 @@
 host; tokens, saved folders and unpacked models are those of the plain model."""
 
 import copy
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +164,75 @@ def test_embeddings_of_any_dtype_that_share_rows_share_a_table() -> None:
     unpack_model_(model)
     assert model["a"].weight is model["b"].weight
     assert torch.equal(model["a"].weight, plain["a"].weight)
+
+
+SMALL: dict[str, Any] = {"d_model": 64, "vocab_size": 600}
+for side in ("encoder", "decoder"):
+    SMALL |= {f"{side}_layers": 1, f"{side}_attention_heads": 2, f"{side}_ffn_dim": 64}
+BERT: dict[str, Any] = {
+    "vocab_size": 600,
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 300,
+}
+T5: dict[str, Any] = {"d_model": 64, "d_kv": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+GPT2: dict[str, Any] = {"n_embd": 64, "n_layer": 1, "n_head": 2, "n_positions": 300}
+TOKENS = {"input_ids": PROMPT, "decoder_input_ids": PROMPT}
+# Models that look rows up in other ways than by a call, what they read, and what goes to the host.
+OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "WhisperForConditionalGeneration": (
+        SMALL | {"max_source_positions": 300, "max_target_positions": 300, "num_mel_bins": 8},
+        {"input_features": torch.ones(2, 8, 600), "decoder_input_ids": PROMPT},
+        2,
+    ),
+    "MarianMTModel": (SMALL | {"max_position_embeddings": 300}, TOKENS, 2),
+    "T5ForConditionalGeneration": (
+        T5 | {"vocab_size": 600, "relative_attention_num_buckets": 9000},
+        TOKENS,
+        2,
+    ),
+    "BertForMaskedLM": (BERT, {"input_ids": PROMPT}, 1),
+    "OPTForCausalLM": (BERT | {"ffn_dim": 64, "word_embed_proj_dim": 64}, TOKENS, 1),
+    "GPT2LMHeadModel": (GPT2 | {"vocab_size": 600}, TOKENS, 1),
+}
+
+
+def make_other(name: str, **options: Any) -> Any:
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    kind = getattr(transformers, name)
+    torch.manual_seed(0)
+    config = kind.config_class(**(special | {"decoder_start_token_id": 1} | options))
+    return kind(config).eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_models_of_other_kinds_compute_what_they_did(name: str) -> None:
+    options, inputs, n_hosted = OTHERS[name]
+    plain = make_other(name, **options)
+    given = {key: each for key, each in inputs.items() if key in forward_names(plain)}
+    model = copy.deepcopy(plain)
+    report = pack_model_(model, embeddings="host")
+    assert sum(each.is_in_host for each in report.packed) == n_hosted
+    assert torch.equal(model(**given).logits, plain(**given).logits)
+
+
+def forward_names(model: Any) -> set[str]:
+    return set(inspect.signature(model.forward).parameters)
+
+
+def test_a_model_that_needs_a_whole_matrix_says_which() -> None:
+    backbone = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8] * 4, depths=[1] * 4, out_features=["stage4"]
+    )
+    options = SMALL | {"backbone_config": backbone, "num_queries": 300}
+    name, picture = "model.query_position_embeddings", torch.ones(1, 3, 64, 64)
+    plain = make_other("DetrForObjectDetection", use_timm_backbone=False, **options)
+    model = copy.deepcopy(plain)
+    assert [each.name for each in pack_model_(model, embeddings="host").packed] == [name]
+    with pytest.raises(TypeError, match=f"whole matrix of {name}.*skip='{name}'"):
+        model(picture)
+    model = copy.deepcopy(plain)
+    assert not pack_model_(model, embeddings="host", skip=name).packed
+    assert torch.equal(model(picture).logits, plain(picture).logits)

@@ -190,7 +190,7 @@ def _host_group(group: WeightGroup, model: nn.Module, dry_run: bool) -> WeightRe
     if dry_run:
         rows = host.plan(group.weight)
     else:
-        rows = host.pack_([*group.modules.values()], plain_state=is_saved_with_config(model))
+        rows = host.pack_(group.modules, plain_state=is_saved_with_config(model))
     return _report_hosted(group.name, rows)
 
 

@@ -6,7 +6,7 @@ here, and it is imported when a model's embeddings are to go there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -38,9 +38,9 @@ class EmbeddingHost(Protocol):
         """What rows would take, by a sample."""
         ...
 
-    def pack_(self, modules: Sequence[nn.Module], *, plain_state: bool) -> HostedRows:
-        """Packs the rows that embeddings share, in place, and freezes them; `plain_state` says
-        whether their state dicts hold the plain matrix."""
+    def pack_(self, modules: Mapping[str, nn.Module], *, plain_state: bool) -> HostedRows:
+        """Packs the rows that embeddings share, in place, and freezes them; they are given by their
+        names in the model. `plain_state` says whether their state dicts hold the plain matrix."""
         ...
 
     def unpack_(self, model: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """What the hop to the compute units asks of this one: a model's embeddings in memory of the host
 (packhorse.gpu.host_embeddings)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,14 +26,14 @@ class ModelEmbeddings:
         nbytes = int(rows.n_rows * (way.format.stride + way.fast_nbytes))
         return HostedRows((rows.n_rows, rows.n_columns), way.words, nbytes, rows.element_nbytes)
 
-    def pack_(self, modules: Sequence[nn.Module], *, plain_state: bool) -> HostedRows:
+    def pack_(self, modules: Mapping[str, nn.Module], *, plain_state: bool) -> HostedRows:
         """Packs the rows that embeddings share, in place; they are frozen."""
-        embeddings: list[Any] = [*modules]
+        embeddings: list[Any] = [*modules.values()]
         for each in embeddings:
             each.requires_grad_(False)
         pack_embedding_(*embeddings)
-        for each in embeddings:
-            each.plain_state = plain_state
+        for name, each in zip(modules, embeddings, strict=True):
+            each.plain_state, each.name_in_model = plain_state, name
         return _rows_of(embeddings[0].table)
 
     def unpack_(self, model: nn.Module) -> None:
