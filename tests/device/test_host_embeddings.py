@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor, nn
 
 from packhorse.device import PackedWeight, pack_model_, unpack_model_
-from packhorse.host import PackedEmbedding
+from packhorse.host import PackedEmbedding, pack_embedding_
 from packhorse.transformers import PackhorseConfig
 
 SIZES: dict[str, Any] = {
@@ -99,7 +99,7 @@ def test_tokens_and_saved_folders_are_those_of_the_plain_model(name: str, tmp_pa
     assert torch.equal(generate(model), generate(plain))
     # Products with packed weights round in another way, so whole logits are compared alone.
     only = copy.deepcopy(plain)
-    pack_model_(only, embeddings="host", skip=lambda name, module: isinstance(module, nn.Linear))
+    pack_model_(only, embeddings="host", skip=only_host)
     assert torch.equal(logits(only), logits(plain))
 
     model.save_pretrained(tmp_path / "packed")
@@ -164,6 +164,116 @@ def test_embeddings_of_any_dtype_that_share_rows_share_a_table() -> None:
     unpack_model_(model)
     assert model["a"].weight is model["b"].weight
     assert torch.equal(model["a"].weight, plain["a"].weight)
+
+
+def test_a_bag_that_shares_a_linear_layer_stays_plain() -> None:
+    bag = nn.EmbeddingBag(600, 64, dtype=torch.bfloat16)
+    model = nn.ModuleDict({"bag": bag, "top": nn.Linear(64, 600, dtype=torch.bfloat16)})
+    model["top"].weight = bag.weight
+    (left,) = pack_model_(model, embeddings="host").left
+    assert (left.name, left.reason) == (
+        "bag = top",
+        "an EmbeddingBag would decode all of it at each call",
+    )
+
+
+def load(folder: Path, **options: Any) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def hosted_in(model: nn.Module) -> list[str]:
+    return [name for name, each in model.named_modules() if isinstance(each, PackedEmbedding)]
+
+
+def only_host(name: str, module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+def test_a_model_inside_another_module_is_saved_as_one_alone(tmp_path: Path) -> None:
+    plain = make_model("Llama")
+    model = nn.ModuleDict({"text": copy.deepcopy(plain), "own": nn.Embedding(600, 64)})
+    pack_model_(model, embeddings="host")
+    assert any(key.startswith("own.weight.") for key in model.state_dict())
+    model["text"].save_pretrained(tmp_path)  # type: ignore[operator]
+    again = load(tmp_path)
+    assert hosted_in(again) == ["model.embed_tokens"]
+    assert torch.equal(generate(again), generate(plain))
+
+
+def test_embeddings_that_were_skipped_are_plain_when_loaded(tmp_path: Path) -> None:
+    model = make_model("Gemma3n")
+    pack_model_(model, embeddings="host", skip="model.embed_tokens")
+    expected = hosted_in(model)
+    assert expected == ["model.embed_tokens_per_layer"]
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert hosted_in(again) == expected
+    base = transformers.AutoModel.from_pretrained(tmp_path)
+    assert hosted_in(base) == ["embed_tokens_per_layer"]
+    # Now a config names a method already.
+    again.hf_quantizer = None
+    report = pack_model_(again, embeddings="host")
+    assert hosted_in(again) == ["model.embed_tokens", *expected]
+    assert "is packed already, in memory of the host" in {each.reason for each in report.left}
+    assert report.nbytes == report.plain_nbytes - sum(
+        each.plain_nbytes - each.nbytes for each in report.packed
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_models_of_other_dtypes_load_as_they_were_packed(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    make_model("Llama").to(dtype).save_pretrained(tmp_path)
+    model = load(tmp_path)
+    expected = logits(model)
+    pack_model_(model, embeddings="host")
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert again.dtype == dtype
+    assert hosted_in(again) == ["model.embed_tokens"]
+    assert torch.equal(logits(again), expected)
+    unpack_model_(again)
+    assert getattr(again.config, "quantization_config", None) is None
+
+
+def test_packed_weights_are_not_loaded_as_another_dtype(tmp_path: Path) -> None:
+    model = make_model("Llama")
+    pack_model_(model, embeddings="host")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"packed weights are BF16.*float32"):
+        load(tmp_path, dtype=torch.float32)
+
+
+def test_a_method_that_a_config_names_is_kept_up_to_date(tmp_path: Path) -> None:
+    plain = make_model("Llama")
+    plain.save_pretrained(tmp_path / "plain")
+    model = load(tmp_path / "plain", quantization_config=PackhorseConfig(embeddings=False))
+    assert not hosted_in(model)
+    pack_model_(model, embeddings="host")
+    model.save_pretrained(tmp_path / "packed")
+    again = load(tmp_path / "packed")
+    assert hosted_in(again) == ["model.embed_tokens"]
+    assert torch.equal(generate(again), generate(plain))
+
+
+def test_arrays_are_not_saved_where_they_would_not_load(tmp_path: Path) -> None:
+    make_model("Llama").save_pretrained(tmp_path)
+    model = load(tmp_path)
+    expected = logits(model)
+    pack_embedding_(model.get_input_embeddings())
+    with pytest.raises(RuntimeError, match=r"set plain_state = True"):
+        model.save_pretrained(tmp_path)
+    model.get_input_embeddings().plain_state = True
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(load(tmp_path)), expected)
+    # The report of a later `pack_model_`, and its folder, have these rows, too.
+    report = pack_model_(model, skip=only_host)
+    assert [each.reason for each in report.left if each.name == "model.embed_tokens"] == [
+        "is packed already, in memory of the host"
+    ]
+    model.save_pretrained(tmp_path)
+    assert hosted_in(load(tmp_path)) == ["model.embed_tokens"]
 
 
 SMALL: dict[str, Any] = {"d_model": 64, "vocab_size": 600}

@@ -131,7 +131,8 @@ class HotRows:
         is_hit = self.ids[places] == flat if len(self.ids) else torch.zeros_like(flat).bool()
         hits, misses = (mask.nonzero()[:, 0] for mask in (is_hit, ~is_hit))
         rows = torch.empty((len(flat), self.table.shape[1]), dtype=self._dtype, device=self.device)
-        rows[misses] = self.table.gather(flat[misses]).to(self.device)  # checks its ids first
+        others = self.table.gather(flat[misses], threads=torch.get_num_threads())
+        rows[misses] = others.to(self.device)  # first, because it checks its ids
         rows[hits] = self._gather_hot(places[hits])
         self.n_hits += len(hits)
         self.n_misses += len(misses)
@@ -155,7 +156,7 @@ class HotRows:
 
     def _gather_hot(self, places: Tensor) -> Tensor:
         if self._tensors is None:
-            rows: Tensor = self._packed.gather(places)
+            rows: Tensor = self._packed.gather(places, threads=torch.get_num_threads())
             return rows
         out = torch.empty((len(places), self.table.shape[1]), dtype=self._dtype, device=self.device)
         format = self._packed.way.format

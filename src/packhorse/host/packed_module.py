@@ -12,7 +12,9 @@ empty parameter stands for the rows in the model, so that who freezes all parame
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -154,10 +156,11 @@ class PackedModule(nn.Module):
         device = self.place_for(ids)
         if device.type == "meta":
             return torch.empty((*ids.shape, self.embedding_dim), dtype=self.dtype, device=device)
-        source = self.hot if self.hot is not None and self.hot.table is self.table else self.table
         if self.table.memory.kind is not MemoryKind.PAGEABLE:  # then the device itself may gather
             ids = ids.to(device)
-        rows: Tensor = source.gather(ids)
+        if self.hot is not None and self.hot.table is self.table:
+            return self.hot.gather(ids).to(device)
+        rows: Tensor = self.table.gather(ids, threads=torch.get_num_threads())
         return rows.to(device)
 
     @property
@@ -272,6 +275,7 @@ class PackedModule(nn.Module):
             destination.pop(f"{prefix}{_STAND_IN}", None)
             destination[name] = self.unpacked()
             return
+        _refuse_save_pretrained()
         for key, array in split_table(self.table, name).items():
             destination[key] = torch.from_numpy(array)
 
@@ -335,6 +339,24 @@ class PackedModule(nn.Module):
     def extra_repr(self) -> str:
         """What `print` shows."""
         return f"{super().extra_repr()}, {self.table!r}"
+
+
+def _refuse_save_pretrained() -> None:
+    """Libraries save folders of plain weights. They ask for a state as everybody does, so only who
+    asks tells them from `torch.save`.
+
+    Raises:
+        RuntimeError: one is asking.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "save_pretrained":
+            raise RuntimeError(
+                "save_pretrained would write the arrays of a packed embedding, which"
+                " from_pretrained does not read: set plain_state = True on the modules that"
+                " pack_embedding_ has packed, or call pack_model_(model, embeddings='host')"
+            )
+        frame = frame.f_back
 
 
 def _as_array(key: str, value: Any) -> NDArray[Any]:
