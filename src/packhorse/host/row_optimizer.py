@@ -252,6 +252,10 @@ def _caller_level() -> int:
     """The level, for a warning of the function that asks, of who called the optimizer: PyTorch and
     its schedulers wrap `step`."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith(("torch", __name__)):
+    while frame.f_back is not None and _is_inside(frame.f_globals.get("__name__", "")):
         level, frame = level + 1, frame.f_back
     return level
+
+
+def _is_inside(module: str) -> bool:
+    return module == __name__ or module.startswith("torch.")

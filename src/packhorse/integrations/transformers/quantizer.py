@@ -80,7 +80,8 @@ class PackhorseConfig(QuantizationConfigMixin):  # type: ignore[misc]
         lm_head: whether to pack the output layer. An embedding that shares its weight is packed
             with it.
         embeddings: whether to pack embeddings; None for only the input embedding; "host" to put
-            them into memory of the host, as for `pack_model_`, once the model is loaded.
+            them into memory of the host, as for `pack_model_`, once the model is loaded. Then
+            the model may have another dtype than BF16; its other weights stay plain.
         for_tokens: None, or the usual number of tokens that are multiplied at once. Then a layer is
             packed only if its GPU is as fast with the packed weight, as for `pack_model_`.
         version: of the format.
