@@ -2,6 +2,7 @@
 host; tokens, saved folders and unpacked models are those of the plain model."""
 
 import copy
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import transformers
 from torch import Tensor, nn
 
 from packhorse.device import PackedWeight, pack_model_, unpack_model_
-from packhorse.host import PackedEmbedding
+from packhorse.host import PackedEmbedding, pack_embedding_
 from packhorse.transformers import PackhorseConfig
 
 SIZES: dict[str, Any] = {
@@ -98,7 +99,7 @@ def test_tokens_and_saved_folders_are_those_of_the_plain_model(name: str, tmp_pa
     assert torch.equal(generate(model), generate(plain))
     # Products with packed weights round in another way, so whole logits are compared alone.
     only = copy.deepcopy(plain)
-    pack_model_(only, embeddings="host", skip=lambda name, module: isinstance(module, nn.Linear))
+    pack_model_(only, embeddings="host", skip=only_host)
     assert torch.equal(logits(only), logits(plain))
 
     model.save_pretrained(tmp_path / "packed")
@@ -163,3 +164,185 @@ def test_embeddings_of_any_dtype_that_share_rows_share_a_table() -> None:
     unpack_model_(model)
     assert model["a"].weight is model["b"].weight
     assert torch.equal(model["a"].weight, plain["a"].weight)
+
+
+def test_a_bag_that_shares_a_linear_layer_stays_plain() -> None:
+    bag = nn.EmbeddingBag(600, 64, dtype=torch.bfloat16)
+    model = nn.ModuleDict({"bag": bag, "top": nn.Linear(64, 600, dtype=torch.bfloat16)})
+    model["top"].weight = bag.weight
+    (left,) = pack_model_(model, embeddings="host").left
+    assert (left.name, left.reason) == (
+        "bag = top",
+        "an EmbeddingBag would decode all of it at each call",
+    )
+
+
+def load(folder: Path, **options: Any) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def hosted_in(model: nn.Module) -> list[str]:
+    return [name for name, each in model.named_modules() if isinstance(each, PackedEmbedding)]
+
+
+def only_host(name: str, module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+def test_a_model_inside_another_module_is_saved_as_one_alone(tmp_path: Path) -> None:
+    plain = make_model("Llama")
+    model = nn.ModuleDict({"text": copy.deepcopy(plain), "own": nn.Embedding(600, 64)})
+    pack_model_(model, embeddings="host")
+    assert any(key.startswith("own.weight.") for key in model.state_dict())
+    model["text"].save_pretrained(tmp_path)  # type: ignore[operator]
+    again = load(tmp_path)
+    assert hosted_in(again) == ["model.embed_tokens"]
+    assert torch.equal(generate(again), generate(plain))
+
+
+def test_embeddings_that_were_skipped_are_plain_when_loaded(tmp_path: Path) -> None:
+    model = make_model("Gemma3n")
+    pack_model_(model, embeddings="host", skip="model.embed_tokens")
+    expected = hosted_in(model)
+    assert expected == ["model.embed_tokens_per_layer"]
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert hosted_in(again) == expected
+    base = transformers.AutoModel.from_pretrained(tmp_path)
+    assert hosted_in(base) == ["embed_tokens_per_layer"]
+    # Now a config names a method already.
+    again.hf_quantizer = None
+    report = pack_model_(again, embeddings="host")
+    assert hosted_in(again) == ["model.embed_tokens", *expected]
+    assert "is packed already, in memory of the host" in {each.reason for each in report.left}
+    assert report.nbytes == report.plain_nbytes - sum(
+        each.plain_nbytes - each.nbytes for each in report.packed
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_models_of_other_dtypes_load_as_they_were_packed(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    make_model("Llama").to(dtype).save_pretrained(tmp_path)
+    model = load(tmp_path)
+    expected = logits(model)
+    pack_model_(model, embeddings="host")
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert again.dtype == dtype
+    assert hosted_in(again) == ["model.embed_tokens"]
+    assert torch.equal(logits(again), expected)
+    unpack_model_(again)
+    assert getattr(again.config, "quantization_config", None) is None
+
+
+def test_packed_weights_are_not_loaded_as_another_dtype(tmp_path: Path) -> None:
+    model = make_model("Llama")
+    pack_model_(model, embeddings="host")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"packed weights are BF16.*float32"):
+        load(tmp_path, dtype=torch.float32)
+
+
+def test_a_method_that_a_config_names_is_kept_up_to_date(tmp_path: Path) -> None:
+    plain = make_model("Llama")
+    plain.save_pretrained(tmp_path / "plain")
+    model = load(tmp_path / "plain", quantization_config=PackhorseConfig(embeddings=False))
+    assert not hosted_in(model)
+    pack_model_(model, embeddings="host")
+    model.save_pretrained(tmp_path / "packed")
+    again = load(tmp_path / "packed")
+    assert hosted_in(again) == ["model.embed_tokens"]
+    assert torch.equal(generate(again), generate(plain))
+
+
+def test_arrays_are_not_saved_where_they_would_not_load(tmp_path: Path) -> None:
+    make_model("Llama").save_pretrained(tmp_path)
+    model = load(tmp_path)
+    expected = logits(model)
+    pack_embedding_(model.get_input_embeddings())
+    with pytest.raises(RuntimeError, match=r"set plain_state = True"):
+        model.save_pretrained(tmp_path)
+    model.get_input_embeddings().plain_state = True
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(load(tmp_path)), expected)
+    # The report of a later `pack_model_`, and its folder, have these rows, too.
+    report = pack_model_(model, skip=only_host)
+    assert [each.reason for each in report.left if each.name == "model.embed_tokens"] == [
+        "is packed already, in memory of the host"
+    ]
+    model.save_pretrained(tmp_path)
+    assert hosted_in(load(tmp_path)) == ["model.embed_tokens"]
+
+
+SMALL: dict[str, Any] = {"d_model": 64, "vocab_size": 600}
+for side in ("encoder", "decoder"):
+    SMALL |= {f"{side}_layers": 1, f"{side}_attention_heads": 2, f"{side}_ffn_dim": 64}
+BERT: dict[str, Any] = {
+    "vocab_size": 600,
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 300,
+}
+T5: dict[str, Any] = {"d_model": 64, "d_kv": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+GPT2: dict[str, Any] = {"n_embd": 64, "n_layer": 1, "n_head": 2, "n_positions": 300}
+TOKENS = {"input_ids": PROMPT, "decoder_input_ids": PROMPT}
+# Models that look rows up in other ways than by a call, what they read, and what goes to the host.
+OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "WhisperForConditionalGeneration": (
+        SMALL | {"max_source_positions": 300, "max_target_positions": 300, "num_mel_bins": 8},
+        {"input_features": torch.ones(2, 8, 600), "decoder_input_ids": PROMPT},
+        2,
+    ),
+    "MarianMTModel": (SMALL | {"max_position_embeddings": 300}, TOKENS, 2),
+    "T5ForConditionalGeneration": (
+        T5 | {"vocab_size": 600, "relative_attention_num_buckets": 9000},
+        TOKENS,
+        2,
+    ),
+    "BertForMaskedLM": (BERT, {"input_ids": PROMPT}, 1),
+    "OPTForCausalLM": (BERT | {"ffn_dim": 64, "word_embed_proj_dim": 64}, TOKENS, 1),
+    "GPT2LMHeadModel": (GPT2 | {"vocab_size": 600}, TOKENS, 1),
+}
+
+
+def make_other(name: str, **options: Any) -> Any:
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    kind = getattr(transformers, name)
+    torch.manual_seed(0)
+    config = kind.config_class(**(special | {"decoder_start_token_id": 1} | options))
+    return kind(config).eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_models_of_other_kinds_compute_what_they_did(name: str) -> None:
+    options, inputs, n_hosted = OTHERS[name]
+    plain = make_other(name, **options)
+    given = {key: each for key, each in inputs.items() if key in forward_names(plain)}
+    model = copy.deepcopy(plain)
+    report = pack_model_(model, embeddings="host")
+    assert sum(each.is_in_host for each in report.packed) == n_hosted
+    assert torch.equal(model(**given).logits, plain(**given).logits)
+
+
+def forward_names(model: Any) -> set[str]:
+    return set(inspect.signature(model.forward).parameters)
+
+
+def test_a_model_that_needs_a_whole_matrix_says_which() -> None:
+    backbone = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8] * 4, depths=[1] * 4, out_features=["stage4"]
+    )
+    options = SMALL | {"backbone_config": backbone, "num_queries": 300}
+    name, picture = "model.query_position_embeddings", torch.ones(1, 3, 64, 64)
+    plain = make_other("DetrForObjectDetection", use_timm_backbone=False, **options)
+    model = copy.deepcopy(plain)
+    assert [each.name for each in pack_model_(model, embeddings="host").packed] == [name]
+    with pytest.raises(TypeError, match=f"whole matrix of {name}.*skip='{name}'"):
+        model(picture)
+    model = copy.deepcopy(plain)
+    assert not pack_model_(model, embeddings="host", skip=name).packed
+    assert torch.equal(model(picture).logits, plain(picture).logits)

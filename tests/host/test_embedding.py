@@ -3,12 +3,14 @@ copies; embeddings of other classes."""
 
 import copy
 import io
+import pickle
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from accelerate import cpu_offload
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,6 +19,7 @@ from packhorse.errors import CorruptionError
 from packhorse.host import (
     PackedEmbedding,
     PackedEmbeddingBag,
+    RowOptimizer,
     pack_embedding_,
     pack_table,
     unpack_embedding_,
@@ -80,8 +83,10 @@ def test_bags_are_those_of_pytorch(options: dict[str, Any], dtype: torch.dtype) 
     assert same(packed(ids, offsets), plain(ids, offsets))
     assert same(packed(ids.int(), offsets.int()), plain(ids.int(), offsets.int()))
     assert same(packed(ids_of(6, 9)), plain(ids_of(6, 9)))
-    with pytest.raises(TypeError, match="integers"):
+    with pytest.raises(TypeError, match="ids must be integers"):
         packed(torch.zeros(2, 2))
+    with pytest.raises(TypeError, match="offsets must be integers"):
+        packed(ids, offsets.float())
     if options["mode"] == "sum":
         scales = torch.rand(len(ids)).to(dtype)
         assert same(packed(ids, offsets, scales), plain(ids, offsets, scales))
@@ -104,8 +109,8 @@ def test_what_cannot_be_had_is_refused() -> None:
         module.weight = nn.Parameter(torch.zeros(4, 8))
     with pytest.raises(TypeError, match="would change them"):
         module.half()
-    with pytest.raises(TypeError, match="needs the whole matrix"):
-        module.weight.norm()
+    with pytest.raises(TypeError, match="ids must be a tensor of integers, not list"):
+        module([1, 2])  # type: ignore[arg-type]
 
 
 def test_new_modules_have_the_rows_that_pytorch_would_make() -> None:
@@ -181,6 +186,13 @@ class Direct(nn.Embedding):
         return F.embedding(input + 1, self.weight)
 
 
+class Positions(nn.Embedding):
+    """As Whisper has it."""
+
+    def forward(self, start: int) -> Tensor:  # type: ignore[override]
+        return self.weight[start : start + 3]
+
+
 @pytest.mark.parametrize("kind", [nn.Embedding, Scaled, Direct])
 def test_a_module_of_any_class_is_packed_in_place_and_back(kind: type[nn.Embedding]) -> None:
     module = kind(N_ROWS, N_COLUMNS, dtype=torch.bfloat16)
@@ -189,7 +201,7 @@ def test_a_module_of_any_class_is_packed_in_place_and_back(kind: type[nn.Embeddi
     expected = module(ids).detach()
     pack_embedding_(module)
     assert isinstance(module, (kind, PackedEmbedding))
-    assert not list(module.parameters())
+    assert sum(each.numel() for each in module.parameters()) == 0
     with torch.no_grad():
         assert same(module(ids), expected)
         for other in (copy.deepcopy(module), through_pickle(module)):
@@ -251,6 +263,9 @@ def test_tables_from_elsewhere_are_used_as_they_are(tmp_path: Any) -> None:
 def test_compiled_models_run_look_ups_as_they_are() -> None:
     model = nn.Sequential(PackedEmbedding.from_pretrained(weights()), nn.Linear(N_COLUMNS, 4))
     bag = PackedEmbeddingBag.from_pretrained(weights(), mode="sum")
+    positions = Positions(N_ROWS, N_COLUMNS).requires_grad_(False)
+    pack_embedding_(positions)
+    assert same(torch.compile(positions, backend="eager")(7), positions.unpacked()[7:10])
     ids = ids_of(3, 5)
     assert same(torch.compile(model, backend="eager")(ids), model(ids))
     assert same(torch.compile(bag, backend="eager")(ids), bag(ids))
@@ -284,6 +299,118 @@ def test_look_ups_beside_the_module_are_not_trained_in_silence() -> None:
         nn.functional.embedding(torch.tensor([1]), module.weight)
     module.requires_grad_(False)
     assert same(nn.functional.embedding(torch.tensor([1]), module.weight), module.unpacked()[1:2])
+
+
+def test_the_weight_gives_rows_and_nothing_else() -> None:
+    plain, ids = weights(), ids_of(4)
+    weight = PackedEmbedding.from_pretrained(plain).weight
+    for taken in (lambda w: w[ids], lambda w: w[3:9], lambda w: w[3], lambda w: w[ids, :5]):
+        assert torch.equal(taken(weight), taken(plain))
+    assert torch.equal(weight.index_select(0, ids), plain[ids])
+    assert torch.equal(weight, plain)
+    assert not torch.equal(weight, plain + 1)
+    whole: list[Any] = [
+        lambda: weight.norm(),
+        lambda: weight.clone(),
+        lambda: copy.deepcopy(weight),
+        lambda: F.linear(plain, weight),
+        lambda: nn.init.normal_(weight),
+        lambda: setattr(weight, "data", plain),
+    ]
+    for operation in whole:
+        with pytest.raises(TypeError, match="needs the whole matrix of PackedEmbedding"):
+            operation()
+    with pytest.raises(TypeError, match="not assigned"):
+        weight[3] = 0
+    with pytest.raises(RuntimeError, match="are a copy"):
+        weight[3].zero_()
+
+
+class Freezing(nn.Sequential):
+    """Ways to say that an embedding, the first of its modules, is trained or is not."""
+
+    def by_weight(self, value: bool) -> None:
+        self[0].weight.requires_grad = value
+
+    def by_method_of_the_weight(self, value: bool) -> None:
+        self[0].weight.requires_grad_(value)
+
+    def by_module(self, value: bool) -> None:
+        self[0].requires_grad_(value)
+
+    def by_model(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def by_parameters(self, value: bool) -> None:
+        for each in self.parameters():
+            each.requires_grad = value
+
+
+@pytest.mark.parametrize("way", [name for name in vars(Freezing) if name.startswith("by_")])
+def test_rows_are_frozen_as_those_of_pytorch(way: str) -> None:
+    module = PackedEmbedding(N_ROWS, N_COLUMNS)
+    model = copy.deepcopy(Freezing(module, nn.Linear(N_COLUMNS, 2)))
+    module = model[0]
+    for value in (False, True, False):
+        getattr(model, way)(value)
+        assert module.trains is module.weight.requires_grad is value
+        trained = torch.ones(1, requires_grad=True)
+        (model(torch.tensor([1])) * trained).sum().backward()
+        assert (module.weight.grad is not None) is value
+        module.weight.grad = None
+    with pytest.raises(RuntimeError, match="floating point"):
+        PackedEmbedding.from_pretrained(weights(torch.int8)).requires_grad_()
+
+
+def test_copies_of_modules_that_share_rows_share_them() -> None:
+    one, other = nn.Embedding(N_ROWS, N_COLUMNS), nn.Embedding(N_ROWS, N_COLUMNS)
+    other.weight = one.weight
+    pack_embedding_(one, other)
+    third = PackedEmbedding.from_pretrained(one.table)  # type: ignore[arg-type]
+    model = nn.ModuleList([one, other, third])
+    for copied in (copy.deepcopy(model), through_pickle(model), pickle.loads(pickle.dumps(model))):
+        tables = {id(each.table) for each in copied}
+        assert len(tables) == 1
+        assert id(one.table) not in tables
+        assert same(copied[1].unpacked(), third.unpacked())
+    assert copy.copy(model)[0].table is one.table
+
+
+def test_gradients_move_with_a_module() -> None:
+    module = PackedEmbedding(N_ROWS, N_COLUMNS)
+    module(torch.tensor([1])).sum().backward()
+    module.to("meta")
+    assert module.gradient is not None
+    assert module.gradient.device.type == "meta"
+
+
+def test_replicas_of_data_parallel_do_not_lose_gradients() -> None:
+    """There is no GPU here: this is the method by which `nn.DataParallel` makes replicas."""
+    module = PackedEmbedding(N_ROWS, N_COLUMNS)
+    with pytest.raises(RuntimeError, match=r"cannot be trained in nn\.DataParallel"):
+        module._replicate_for_data_parallel()
+    replica = module.requires_grad_(False)._replicate_for_data_parallel()
+    assert same(replica(torch.tensor([1])), module(torch.tensor([1])))
+
+
+def test_trained_rows_are_offloaded_by_accelerate() -> None:
+    model = nn.Sequential(PackedEmbedding(N_ROWS, N_COLUMNS), nn.Linear(N_COLUMNS, 2))
+    expected = model(torch.tensor([1]))
+    cpu_offload(model, "cpu")
+    assert same(model(torch.tensor([1])), expected)
+
+
+def test_a_default_device_is_that_of_rows_alone() -> None:
+    ids, plain = torch.tensor([1, 5]), weights()
+    with torch.device("meta"):
+        new = PackedEmbedding(N_ROWS, N_COLUMNS)
+        given = PackedEmbedding.from_pretrained(plain, freeze=False)
+        given(ids).sum().backward()
+        RowOptimizer(given, torch.optim.SparseAdam).step()
+        given.repack_()
+        assert new.weight.device.type == new(ids).device.type == "meta"
+        assert given.unpacked().device.type == given(ids).device.type == "cpu"
+    assert same(given.unpacked()[6:], plain[6:])
 
 
 def test_zero_grad_forgets_the_gradient_of_the_rows() -> None:

@@ -44,6 +44,8 @@ def test_rows_come_from_both_places(place: str) -> None:
         assert hot.gather(ids[:0]).shape == (0, 3, 33)
         with pytest.raises(IndexError, match="id 40"):
             hot.gather(torch.tensor([7, 40]))
+        hot.reset_counts()
+        assert (hot.n_hits, hot.n_misses, hot.hit_rate) == (0, 0, 0.0)
 
 
 def test_changed_rows_are_never_stale(place: str) -> None:
@@ -64,6 +66,8 @@ def test_the_most_frequent_rows_are_chosen() -> None:
     assert hot.nbytes <= 250
     with pytest.raises(ValueError, match="8 bytes hold no row"):
         HotRows.of_batches(table, batches, nbytes=8, device="cpu")
+    with pytest.raises(TypeError, match=r"integers, not torch\.float32"):
+        HotRows(table, torch.tensor([1.5]), device="cpu")
     with pytest.raises(ValueError, match="no batches"):
         HotRows.of_batches(table, [], nbytes=999, device="cpu")
 

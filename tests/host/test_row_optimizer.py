@@ -1,12 +1,15 @@
 """Training of packed embeddings: the losses and rows of PyTorch's optimizers, bit for bit."""
 
 import copy
+import pickle
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 
 from packhorse.host import PackedEmbedding, PackedEmbeddingBag, RowOptimizer, pack_embedding_
 
@@ -134,8 +137,10 @@ def test_rows_that_no_longer_fit_are_told_and_repacked() -> None:
     bag = PackedEmbeddingBag.from_pretrained(0.05 * torch.randn(100, 64), freeze=False, mode="sum")
     optimizer = RowOptimizer(bag, torch.optim.SGD, lr=1e12)
     bag(torch.arange(20)[None]).sum().backward()
-    with pytest.warns(RuntimeWarning, match=r"repack_\(\) packs them again"):
+    lr_scheduler.StepLR(optimizer, 1)  # wraps `step`
+    with pytest.warns(RuntimeWarning, match=r"repack_\(\) packs them again") as warned:
         optimizer.step()
+    assert warned[0].filename == __file__
     assert bag.table.n_unpacked_rows >= 20
     rows = bag.unpacked()
     bag.repack_()
@@ -169,3 +174,104 @@ def test_a_batch_of_padding_changes_nothing() -> None:
     bag(torch.zeros(3, 4, dtype=torch.int64)).sum().backward()
     optimizer.step()
     assert torch.equal(bag.unpacked(), rows)
+
+
+SCHEDULERS: dict[str, Any] = {
+    "OneCycleLR": {"max_lr": 0.1, "total_steps": 9},
+    "CyclicLR": {"base_lr": 0.01, "max_lr": 0.1, "step_size_up": 2},
+    "CosineAnnealingLR": {"T_max": 4},
+    "LambdaLR": {"lr_lambda": lambda epoch: 0.5**epoch},
+    "ReduceLROnPlateau": {"patience": 0, "mode": "max"},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), KINDS, ids=lambda value: getattr(value, "__name__", "")
+)
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_do_what_they_do_in_pytorch(
+    name: str, kind: Any, options: dict[str, Any]
+) -> None:
+    cycles = "Cyc" in name and kind is not torch.optim.SparseAdam
+    how = SCHEDULERS[name] | ({"cycle_momentum": False} if cycles else {})
+    plain, packed = pair("sum", None, torch.float32)
+    optimizers = (
+        kind([plain.words.weight], **options),
+        RowOptimizer(packed, kind, **options),
+    )
+    schedulers = [getattr(lr_scheduler, name)(each, **how) for each in optimizers]
+    for ids in batches(4):
+        for model, optimizer, scheduler in zip(
+            (plain, packed), optimizers, schedulers, strict=True
+        ):
+            loss = model(ids)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step(*([loss.item()] if name == "ReduceLROnPlateau" else []))
+    assert torch.equal(packed.words.unpacked(), plain.words.weight.detach())
+
+
+def test_a_scheduler_cannot_bring_in_momentum() -> None:
+    bag = PackedEmbeddingBag(10, 8)
+    optimizer = RowOptimizer(bag, torch.optim.SGD, lr=0.1)
+    lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
+    bag(torch.tensor([[1]])).sum().backward()
+    before = bag.unpacked()
+    with pytest.raises(
+        ValueError, match=r"momentum=0\.95.*give schedulers .* cycle_momentum=False"
+    ):
+        optimizer.step()
+    assert torch.equal(bag.unpacked(), before)
+
+
+class OwnAdam(torch.optim.Adam):
+    pass
+
+
+class OwnSGD(torch.optim.SGD):
+    pass
+
+
+def test_optimizers_are_called_in_many_ways() -> None:
+    model = nn.Sequential(PackedEmbeddingBag(10, 8))
+    for make in (OwnSGD, partial(torch.optim.SGD, lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)):
+        assert RowOptimizer(model, make).defaults["momentum"] == 0
+    for parameters in (model.parameters(), model.named_parameters()):
+        with pytest.raises(TypeError, match="give RowOptimizer the model or packed embeddings"):
+            RowOptimizer(parameters, torch.optim.SGD)  # type: ignore[arg-type]
+    for make in (OwnAdam, partial(torch.optim.Adam, lr=0.1)):
+        with pytest.raises(ValueError, match="Adam changes all rows"):
+            RowOptimizer(model, make)
+    with pytest.raises(ValueError, match=r"momentum=0\.9"):
+        RowOptimizer(model, partial(torch.optim.SGD, momentum=0.9))
+    with pytest.raises(TypeError, match="an object of SGD; give its class"):
+        RowOptimizer(model, torch.optim.SGD(model.parameters()))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="makes list, which is no"):
+        RowOptimizer(model, list)  # type: ignore[arg-type]
+
+
+def test_groups_have_options_of_their_own() -> None:
+    first, second, third = (PackedEmbedding(10, 8) for _ in range(3))
+    groups = [{"params": first}, {"params": [second], "lr": 0.2}]
+    optimizer = RowOptimizer(groups, torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match="in more than one group"):
+        optimizer.add_param_group({"params": nn.Sequential(first)})
+    with pytest.raises(ValueError, match=r"weight_decay=0\.1"):
+        optimizer.add_param_group({"params": third, "weight_decay": 0.1})
+    optimizer.add_param_group({"params": third, "lr": 0.3})
+    before = [module.unpacked()[4] for module in (first, second, third)]
+    for module in (first, second, third):
+        module(torch.tensor([4])).sum().backward()
+    optimizer.step()
+    for row, module, lr in zip(before, (first, second, third), (0.1, 0.2, 0.3), strict=True):
+        assert torch.equal(module.unpacked()[4], row - lr)
+
+
+def test_copies_change_the_modules_that_were_copied_with_them() -> None:
+    bag = PackedEmbeddingBag(10, 8)
+    pair_of = (bag, RowOptimizer(bag, torch.optim.Adagrad, lr=0.1))
+    for own, optimizer in (copy.deepcopy(pair_of), pickle.loads(pickle.dumps(pair_of))):
+        own(torch.tensor([[1]])).sum().backward()
+        optimizer.step()
+        assert not torch.equal(own.unpacked(), bag.unpacked())

@@ -23,7 +23,7 @@ from packhorse.device.formats import (
     resolve_format_or_auto,
 )
 from packhorse.device.linear import PackedLinear, change_class, hold_packed, hold_plain
-from packhorse.device.model_config import forget_method, is_saved_with_config, name_method
+from packhorse.device.model_config import IN_HOST, forget_method, name_method
 from packhorse.device.offload import require_weights
 from packhorse.device.packed_weight import PackedWeight
 from packhorse.device.report import LeftWeight, PackReport, WeightReport
@@ -33,7 +33,6 @@ from packhorse.layout import MAX_WEIGHT_COLUMNS, WeightFormat
 from packhorse.torch_dtypes import short_name
 
 __all__ = [
-    "IN_HOST",
     "Embeddings",
     "Progress",
     "Skip",
@@ -46,7 +45,7 @@ __all__ = [
     "unpack_model_",
 ]
 
-IN_HOST = "host"
+_TRAINED_APART = "is trained, and others are frozen"
 _MIN_HOST_NBYTES = 1 << 16  # less is not worth a way to the host and back
 Embeddings = bool | str | None
 Skip = str | Iterable[str] | Callable[[str, nn.Module], bool]
@@ -83,8 +82,8 @@ def pack_model_(
             `get_input_embeddings` of a transformers model gives. An embedding that shares its
             weight with a packed output layer is packed with it. "host" puts the rows of all
             embeddings and bags that take 64 KiB or more, of any dtype, into memory of the host as
-            packed tables, from where they are looked up (docs/host.md); an embedding that shares
-            its weight with an output layer stays with it.
+            packed tables, from where they are looked up (docs/host.md); one that shares its weight
+            with a linear layer is packed with that layer.
         lm_head: whether to pack the output layer: the one that `get_output_embeddings` gives, or
             that is called `lm_head`.
         for_tokens: give this to aim for speed: the usual number of tokens that are multiplied at
@@ -128,7 +127,8 @@ def pack_model_(
         for group, reason in zip(groups, reasons, strict=True):
             if reason is None and group.is_multiplied:
                 require_speeds(group.weight.device)
-    total = sum(map(_held_nbytes, _tensors_of(model)))
+    hosted = embedding_host().hosted(model)
+    total = sum(map(_held_nbytes, _tensors_of(model))) + sum(h.nbytes for h in hosted.values())
     others = _report_others(model, {id(group.weight) for group in groups})
     packed, left = [], []
     for group, reason in zip(groups, reasons, strict=True):
@@ -137,7 +137,7 @@ def pack_model_(
         if reason is not None:
             outcome: WeightReport | LeftWeight = _report_left(group.name, group.weight, reason)
         elif choice.is_for_host(group):
-            outcome = _host_group(group, model, dry_run)
+            outcome = _host_group(group, dry_run)
         else:
             outcome = (_plan_group if dry_run else _pack_group)(group, wanted, n_tokens)
         if isinstance(outcome, WeightReport):
@@ -147,7 +147,8 @@ def pack_model_(
         if progress is not None:
             progress(nbytes)
     if not dry_run:
-        name_method(model, embeddings)
+        name_method(model, _left_out_of_host)
+    left += [_report_hosted_before(name, rows) for name, rows in hosted.items()]
     return PackReport(tuple(packed), (*left, *others), total)
 
 
@@ -185,12 +186,20 @@ def _plan_group(
     return _report_packed(group.name, group.weight.shape, planned.format, planned.nbytes)
 
 
-def _host_group(group: WeightGroup, model: nn.Module, dry_run: bool) -> WeightReport:
+def _left_out_of_host(model: nn.Module) -> list[str]:
+    """Embeddings that a loaded model would have in memory of the host, and this one has not."""
+    choice = WeightChoice(model, skip=(), embeddings=IN_HOST, lm_head=True)
+    found: list[str] = []
+    for group in weight_groups(model):
+        # Nothing is frozen in a model that is loaded.
+        if choice.is_for_host(group) and choice.why_left(group) in (None, _TRAINED_APART):
+            found += group.modules
+    return found
+
+
+def _host_group(group: WeightGroup, dry_run: bool) -> WeightReport:
     host = embedding_host()
-    if dry_run:
-        rows = host.plan(group.weight)
-    else:
-        rows = host.pack_([*group.modules.values()], plain_state=is_saved_with_config(model))
+    rows = host.plan(group.weight) if dry_run else host.pack_(group.modules)
     return _report_hosted(group.name, rows)
 
 
@@ -203,7 +212,8 @@ def host_embeddings_(model: nn.Module, choice: "WeightChoice") -> None:
     """
     for group in weight_groups(model):
         if choice.is_for_host(group) and choice.why_left(group) is None:
-            _host_group(group, model, False)
+            _host_group(group, False)
+    embedding_host().save_plain_(model)
 
 
 def hold_packed_weights(model: nn.Module) -> None:
@@ -265,6 +275,11 @@ def _report_hosted(name: str, rows: HostedRows) -> WeightReport:
         *(name, rows.shape, f"host, {rows.words}", rows.nbytes, rows.element_nbytes),
         is_in_host=True,
     )
+
+
+def _report_hosted_before(name: str, rows: HostedRows) -> LeftWeight:
+    reason = "is packed already, in memory of the host"
+    return LeftWeight(name, rows.shape, rows.dtype, rows.nbytes, reason)
 
 
 def _report_left(name: str, weight: Tensor, reason: str) -> LeftWeight:
@@ -381,6 +396,8 @@ class WeightChoice:
     def _why_unwanted(self, group: WeightGroup) -> str | None:
         modules = group.modules.values()
         linears = [module for module in modules if isinstance(module, nn.Linear)]
+        if linears and any(isinstance(module, nn.EmbeddingBag) for module in modules):
+            return "an EmbeddingBag would decode all of it at each call"
         if any(self._lm_head or id(module) not in self._outputs for module in linears):
             return None
         if linears:
@@ -400,7 +417,7 @@ class WeightChoice:
             return f"takes {weight.nbytes} bytes; less than 64 KiB stays where it is"
         if not 1 <= weight.shape[1] <= MAX_WEIGHT_COLUMNS:
             return f"{weight.shape[1]} columns; at most {MAX_WEIGHT_COLUMNS} can be packed"
-        return "is trained, and others are frozen" if self._is_trained_apart(weight) else None
+        return _TRAINED_APART if self._is_trained_apart(weight) else None
 
     def _is_trained_apart(self, weight: Tensor) -> bool:
         return self._partly_frozen and weight.requires_grad
@@ -414,7 +431,7 @@ class WeightChoice:
             return "has no data: it is on the meta device"
         if not 1 <= weight.shape[1] <= MAX_WEIGHT_COLUMNS:
             return f"{weight.shape[1]} columns; at most {MAX_WEIGHT_COLUMNS} can be packed"
-        return "is trained, and others are frozen" if self._is_trained_apart(weight) else None
+        return _TRAINED_APART if self._is_trained_apart(weight) else None
 
 
 def _matcher(model: nn.Module, skip: str | Iterable[str]) -> Callable[[str, nn.Module], bool]:

@@ -9,7 +9,7 @@ transformers need not be installed: a model of transformers is a module with `sa
 with a config that has `to_dict`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -17,9 +17,11 @@ from torch import nn
 
 from packhorse.device.packed_weight import PackedWeight
 from packhorse.device.packing import array_names
+from packhorse.gpu.host_embeddings import embedding_host
 from packhorse.layout import WEIGHT_VERSION
 
 __all__ = [
+    "IN_HOST",
     "METHOD",
     "forget_method",
     "is_saved_with_config",
@@ -28,30 +30,58 @@ __all__ = [
 ]
 
 METHOD = "packhorse"
+IN_HOST = "host"
 _METHOD_KEY = "quantization_config"
 _CONVERSIONS = "_weight_conversions"
 _CONVERSIONS_OF_PLAIN = "_packhorse_conversions_of_plain"
 
 
-def name_method(model: nn.Module, embeddings: bool | str | None = None) -> None:
-    """Prepares a model with packed weights, or the models in it, for `save_pretrained`. A config
-    that names a method already is left as it is.
+def name_method(model: nn.Module, left_plain: Callable[[nn.Module], list[str]]) -> None:
+    """Prepares a model that was packed, or the models in it, for `save_pretrained`: what it writes
+    loads as it was packed. A config that names another method already is left as it is.
 
     Args:
         model: any module.
-        embeddings: which embeddings `pack_model_` was to pack.
+        left_plain: says which embeddings of a model are not in memory of the host, but would be
+            when it is loaded and others are.
     """
     if not is_saved_with_config(model):
         for child in model.children():
-            name_method(child, embeddings)
-    elif any(_packed_names(model)):
+            name_method(child, left_plain)
+        return
+    host = embedding_host()
+    hosted, packed = host.hosted(model), any(_packed_names(model))
+    if packed or hosted:
         config: Any = model.config
         if getattr(config, _METHOD_KEY, None) is None:
-            method: dict[str, Any] = {"quant_method": METHOD, "version": WEIGHT_VERSION}
-            if isinstance(embeddings, str):  # state dicts have such rows as plain matrices
-                method["embeddings"] = embeddings
-            setattr(config, _METHOD_KEY, method)
+            setattr(config, _METHOD_KEY, {"quant_method": METHOD, "version": WEIGHT_VERSION})
+        if hosted:
+            host.save_plain_(model)
+            _note_hosted(getattr(config, _METHOD_KEY), _short_names(model, left_plain(model)))
+    if packed:
         keep_names_in_files(model)
+
+
+def _note_hosted(method: Any, plain: list[str]) -> None:
+    """Notes in a method that embeddings go to memory of the host, except for some."""
+    if _name_of(method) != METHOD:
+        return
+    noted = method if isinstance(method, dict) else vars(method)
+    noted["embeddings"] = IN_HOST
+    if plain:
+        before = noted.get("modules_to_not_convert") or ()
+        noted["modules_to_not_convert"] = list(dict.fromkeys([*before, *plain]))
+
+
+def _short_names(model: nn.Module, names: list[str]) -> list[str]:
+    """Names that are right for the model without its head, too."""
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    return [name.removeprefix(prefix) for name in names]
+
+
+def _name_of(method: Any) -> Any:
+    named = method.get("quant_method") if isinstance(method, dict) else method
+    return getattr(named, "quant_method", named)
 
 
 def forget_method(model: nn.Module) -> None:
@@ -64,9 +94,7 @@ def forget_method(model: nn.Module) -> None:
         if not is_saved_with_config(module) or any(_packed_names(module)):
             continue
         config: Any = module.config
-        named = getattr(config, _METHOD_KEY, None)
-        method = named.get("quant_method") if isinstance(named, dict) else named
-        if getattr(method, "quant_method", method) == METHOD:
+        if _name_of(getattr(config, _METHOD_KEY, None)) == METHOD:
             delattr(config, _METHOD_KEY)
         if hasattr(module, _CONVERSIONS_OF_PLAIN):
             setattr(module, _CONVERSIONS, getattr(module, _CONVERSIONS_OF_PLAIN))

@@ -6,7 +6,7 @@ here, and it is imported when a model's embeddings are to go there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -23,12 +23,14 @@ class HostedRows(NamedTuple):
         words: how rows are packed.
         nbytes: bytes that they take.
         element_nbytes: bytes of a plain element.
+        dtype: PyTorch's name of their dtype.
     """
 
     shape: tuple[int, int]
     words: str
     nbytes: int
     element_nbytes: int
+    dtype: str
 
 
 class EmbeddingHost(Protocol):
@@ -38,9 +40,13 @@ class EmbeddingHost(Protocol):
         """What rows would take, by a sample."""
         ...
 
-    def pack_(self, modules: Sequence[nn.Module], *, plain_state: bool) -> HostedRows:
-        """Packs the rows that embeddings share, in place, and freezes them; `plain_state` says
-        whether their state dicts hold the plain matrix."""
+    def pack_(self, modules: Mapping[str, nn.Module]) -> HostedRows:
+        """Packs the rows that embeddings share, in place, and freezes them; they are given by their
+        names in the model."""
+        ...
+
+    def save_plain_(self, model: nn.Module) -> None:
+        """Has the state dict of a model hold the plain rows of all its embeddings from now on."""
         ...
 
     def unpack_(self, model: nn.Module) -> None:

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from packhorse.codecs.table_plan import TableWay
 from packhorse.host.packed_module import PackedModule, memory_for
 from packhorse.host.places import Places, require_integers
+from packhorse.host.row_weight import apart
 from packhorse.host.table import PackedTable, pack_table
 
 __all__ = ["PackedEmbedding", "PackedEmbeddingBag", "pack_embedding_", "unpack_embedding_"]
@@ -44,7 +45,8 @@ class PackedEmbedding(PackedModule, nn.Embedding):  # type: ignore[override]
         _weight: rows to begin with: anything that `pack_table` takes, or a packed table, which is
             used as it is; None for random rows, those that PyTorch would make.
         _freeze: whether gradients are not kept.
-        device: where rows come out. If it is a GPU, the packed rows lie in memory that it reads.
+        device: where rows come out: by default where given rows are, and random ones on PyTorch's
+            default device. If it is a GPU, the packed rows lie in memory that it reads.
         dtype: of random rows.
 
     Raises:
@@ -81,8 +83,10 @@ class PackedEmbedding(PackedModule, nn.Embedding):  # type: ignore[override]
             **_how_to_make(_weight, dtype),
         )
         _take_options(self, plain)
-        table = _table_for(plain, _weight, device, trains=not _freeze)
-        self.hold(table, trains=not _freeze, device=device)
+        place = _place_of(_weight, device)
+        self.hold(
+            _table_for(plain, _weight, place, trains=not _freeze), trains=not _freeze, device=place
+        )
 
     @classmethod
     def from_pretrained(
@@ -113,12 +117,13 @@ class PackedEmbedding(PackedModule, nn.Embedding):  # type: ignore[override]
             TypeError: as `pack_table`.
             ValueError: as the class.
         """
-        rows = _as_table(embeddings, device, trains=not freeze)
+        place = _place_of(embeddings, device)
+        rows = _as_table(embeddings, place, trains=not freeze)
         return cls(
             *(*rows.shape, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse),
             _weight=rows,
             _freeze=freeze,
-            device=device,
+            device=place,
         )
 
     def forward(self, input: Tensor) -> Tensor:
@@ -135,10 +140,11 @@ class PackedEmbedding(PackedModule, nn.Embedding):  # type: ignore[override]
             TypeError: `input` has no integers.
         """
         if torch.compiler.is_compiling():
-            return _apart(self._look_up)(input)  # type: ignore[no-any-return]
+            return apart(self._look_up)(input)  # type: ignore[no-any-return]
         return self._look_up(input)
 
     def _look_up(self, input: Tensor) -> Tensor:
+        require_integers(input)
         is_far = self.place_for(input).type != "cpu" and input.numel() > _DISTINCT_IDS_ON_GPU
         if not self.collects and not is_far:
             return self.fetch(input)
@@ -201,7 +207,8 @@ class PackedEmbeddingBag(PackedModule, nn.EmbeddingBag):  # type: ignore[overrid
             **_how_to_make(_weight, dtype),
         )
         _take_options(self, plain)
-        self.hold(_table_for(plain, _weight, device, trains=True), trains=True, device=device)
+        place = _place_of(_weight, device)
+        self.hold(_table_for(plain, _weight, place, trains=True), trains=True, device=place)
 
     @classmethod
     def from_pretrained(
@@ -220,12 +227,13 @@ class PackedEmbeddingBag(PackedModule, nn.EmbeddingBag):  # type: ignore[overrid
     ) -> PackedEmbeddingBag:
         """A module with given rows; arguments as for `PackedEmbedding.from_pretrained` and for the
         class."""
-        rows = _as_table(embeddings, device, trains=not freeze)
+        place = _place_of(embeddings, device)
+        rows = _as_table(embeddings, place, trains=not freeze)
         module = cls(
             *(*rows.shape, max_norm, norm_type, scale_grad_by_freq, mode, sparse, rows),
-            *(include_last_offset, padding_idx, device),
+            *(include_last_offset, padding_idx, place),
         )
-        module.trains = not freeze
+        module.requires_grad_(not freeze)
         return module
 
     def forward(
@@ -247,17 +255,20 @@ class PackedEmbeddingBag(PackedModule, nn.EmbeddingBag):  # type: ignore[overrid
 
         Raises:
             IndexError: there is no such row.
-            TypeError: `input` has no integers.
+            TypeError: `input` or `offsets` has no integers.
             RuntimeError, ValueError: as PyTorch.
         """
         if torch.compiler.is_compiling():
-            apart = _apart(self._look_up)
-            return apart(input, offsets, per_sample_weights)  # type: ignore[no-any-return]
+            look_up = apart(self._look_up)
+            return look_up(input, offsets, per_sample_weights)  # type: ignore[no-any-return]
         return self._look_up(input, offsets, per_sample_weights)
 
     def _look_up(
         self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
     ) -> Tensor:
+        require_integers(input)
+        if offsets is not None:
+            require_integers(offsets, "offsets")
         device = self.place_for(input)
         if per_sample_weights is None and self._adds_up(device):
             sums = self._sum(input, offsets)
@@ -295,12 +306,10 @@ class PackedEmbeddingBag(PackedModule, nn.EmbeddingBag):  # type: ignore[overrid
     def _sum(self, input: Tensor, offsets: Tensor | None) -> Tensor | None:
         """Bags of ids on the CPU; None if the arguments are not as they should be, so that PyTorch
         says what is wrong."""
-        require_integers(input)
         if input.dim() == 2 and offsets is None:
             n_bags, n = input.shape
             starts = torch.arange(n_bags + 1) * n
         elif input.dim() == 1 and offsets is not None and offsets.dim() == 1 and len(offsets):
-            require_integers(offsets)
             starts = offsets.cpu().long()
             if not self.include_last_offset:
                 starts = F.pad(starts, (0, 1), value=len(input))
@@ -435,9 +444,14 @@ def _how_to_make(weight: Any, dtype: torch.dtype | None) -> dict[str, Any]:
     return {"device": "cpu" if weight is None else "meta", "dtype": dtype}
 
 
-def _apart(look_up: Any) -> Any:
-    """A look-up that a compiled model calls as it is: the host gathers, which cannot be traced."""
-    return torch.compiler.disable(look_up)  # type: ignore[no-untyped-call]
+def _place_of(weight: Any, device: Any) -> torch.device:
+    """Where rows come out, as with PyTorch's modules: random rows on its default device, given ones
+    where they are."""
+    if device is not None:
+        return torch.device(device)
+    if weight is None:
+        return torch.get_default_device()
+    return weight.device if isinstance(weight, Tensor) else torch.device("cpu")
 
 
 def _take_options(module: nn.Module, plain: nn.Embedding | nn.EmbeddingBag) -> None:

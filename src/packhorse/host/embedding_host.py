@@ -1,7 +1,7 @@
 """What the hop to the compute units asks of this one: a model's embeddings in memory of the host
 (packhorse.gpu.host_embeddings)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from packhorse.host.embedding import pack_embedding_, unpack_embedding_
 from packhorse.host.packed_module import PackedModule
 from packhorse.host.sources import RowSource
 from packhorse.host.table import PackedTable
+from packhorse.torch_dtypes import TORCH_DTYPES, short_name
 
 __all__ = ["EMBEDDING_HOST", "ModelEmbeddings"]
 
@@ -24,17 +25,29 @@ class ModelEmbeddings:
         rows = RowSource(weight.detach())
         way = choose_way(rows.sample(), rows.dtype)
         nbytes = int(rows.n_rows * (way.format.stride + way.fast_nbytes))
-        return HostedRows((rows.n_rows, rows.n_columns), way.words, nbytes, rows.element_nbytes)
+        return HostedRows(
+            (rows.n_rows, rows.n_columns),
+            way.words,
+            nbytes,
+            rows.element_nbytes,
+            short_name(weight.dtype),
+        )
 
-    def pack_(self, modules: Sequence[nn.Module], *, plain_state: bool) -> HostedRows:
+    def pack_(self, modules: Mapping[str, nn.Module]) -> HostedRows:
         """Packs the rows that embeddings share, in place; they are frozen."""
-        embeddings: list[Any] = [*modules]
+        embeddings: list[Any] = [*modules.values()]
         for each in embeddings:
             each.requires_grad_(False)
         pack_embedding_(*embeddings)
-        for each in embeddings:
-            each.plain_state = plain_state
+        for name, each in zip(modules, embeddings, strict=True):
+            each.name_in_model = name
         return _rows_of(embeddings[0].table)
+
+    def save_plain_(self, model: nn.Module) -> None:
+        """Has the state dict of a model hold the plain rows of all its embeddings from now on."""
+        for module in model.modules():
+            if isinstance(module, PackedModule):
+                module.plain_state = True
 
     def unpack_(self, model: nn.Module) -> None:
         """Gives all embeddings of a model their plain rows back. Those that shared rows share a
@@ -60,7 +73,8 @@ class ModelEmbeddings:
 
 def _rows_of(table: PackedTable) -> HostedRows:
     way = table.way
-    return HostedRows(table.shape, way.words, table.nbytes, way.format.element_nbytes)
+    dtype = short_name(TORCH_DTYPES[table.dtype])
+    return HostedRows(table.shape, way.words, table.nbytes, way.format.element_nbytes, dtype)
 
 
 EMBEDDING_HOST = ModelEmbeddings()

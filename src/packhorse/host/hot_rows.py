@@ -39,11 +39,12 @@ class HotRows:
     Attributes:
         table: the table.
         ids: int64, (n,): the hot rows, ascending, on the device.
-        n_hits: rows that were found among them.
+        n_hits: rows that were found among them, since `reset_counts`.
         n_misses: rows that were not.
 
     Raises:
         IndexError: there is no such row.
+        TypeError: ids are no integers.
 
     Example:
         >>> import torch
@@ -58,10 +59,11 @@ class HotRows:
     def __init__(
         self, table: PackedTable, ids: Tensor, *, device: torch.device | str = "cuda"
     ) -> None:
+        require_integers(ids)
         self.table = table
         self.device = torch.device(device)
         self.ids = torch.unique(ids.long()).to(self.device)
-        self.n_hits = self.n_misses = 0
+        self.reset_counts()
         self._fill()
 
     @classmethod
@@ -82,7 +84,7 @@ class HotRows:
             device: as for the class.
 
         Raises:
-            IndexError: there is no such row.
+            IndexError, TypeError: as the class.
             ValueError: there is no batch, or not even one row fits.
         """
         flat = [batch.reshape(-1).cpu() for batch in batches]
@@ -103,9 +105,14 @@ class HotRows:
 
     @property
     def hit_rate(self) -> float:
-        """The share of all rows so far that were on the device; 0 if there was none."""
+        """The share of rows that were on the device, of all since the object was made or
+        `reset_counts` was called; 0 if there was none."""
         n = self.n_hits + self.n_misses
         return self.n_hits / n if n else 0.0
+
+    def reset_counts(self) -> None:
+        """Begins to count anew, so that `hit_rate` is that of the batches to come."""
+        self.n_hits = self.n_misses = 0
 
     def gather(self, ids: Tensor) -> Tensor:
         """Rows by number, bit for bit, on the device.
@@ -124,7 +131,8 @@ class HotRows:
         is_hit = self.ids[places] == flat if len(self.ids) else torch.zeros_like(flat).bool()
         hits, misses = (mask.nonzero()[:, 0] for mask in (is_hit, ~is_hit))
         rows = torch.empty((len(flat), self.table.shape[1]), dtype=self._dtype, device=self.device)
-        rows[misses] = self.table.gather(flat[misses]).to(self.device)  # checks its ids first
+        others = self.table.gather(flat[misses], threads=torch.get_num_threads())
+        rows[misses] = others.to(self.device)  # first, because it checks its ids
         rows[hits] = self._gather_hot(places[hits])
         self.n_hits += len(hits)
         self.n_misses += len(misses)
@@ -148,7 +156,7 @@ class HotRows:
 
     def _gather_hot(self, places: Tensor) -> Tensor:
         if self._tensors is None:
-            rows: Tensor = self._packed.gather(places)
+            rows: Tensor = self._packed.gather(places, threads=torch.get_num_threads())
             return rows
         out = torch.empty((len(places), self.table.shape[1]), dtype=self._dtype, device=self.device)
         format = self._packed.way.format

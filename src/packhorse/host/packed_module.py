@@ -6,23 +6,28 @@ reads that matrix with ids that are numbers of its rows; and what this gives is 
 function gives for the whole matrix.
 
 When a module is trained, the small matrix is a leaf of autograd. Its gradient is kept in the module
-as `gradient`, a sparse tensor with the rows of the whole matrix, until a `RowOptimizer` uses it.
+as `gradient`, a sparse tensor with the rows of the whole matrix, until a `RowOptimizer` uses it. An
+empty parameter stands for the rows in the model, so that who freezes all parameters freezes them.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from packhorse.errors import CorruptionError
 from packhorse.gpu.host_memory import MemoryKind
 from packhorse.host.hot_rows import HotRows
 from packhorse.host.places import Places
-from packhorse.host.row_weight import RowWeight
+from packhorse.host.row_weight import RowWeight, apart
+from packhorse.host.shared_table import share_table
 from packhorse.host.table import PackedTable, pack_table
 from packhorse.host.table_state import drop_table, holds_table, join_table, split_table
 from packhorse.torch_dtypes import TORCH_DTYPES, short_name
@@ -30,6 +35,7 @@ from packhorse.torch_dtypes import TORCH_DTYPES, short_name
 __all__ = ["PackedModule", "memory_for"]
 
 _WEIGHT = "weight"
+_STAND_IN = "_rows"  # the name of the empty parameter
 _BLOCK_NBYTES = 16 << 20  # of plain rows that are decoded at once
 
 
@@ -44,7 +50,6 @@ class PackedModule(nn.Module):
 
     Attributes:
         table: the rows.
-        trains: whether gradients are kept.
         plain_state: whether `state_dict` has the plain matrix; otherwise it has the arrays of the
             packed table.
         hot: the rows that are on the device as well; None for none. It is used as long as it is of
@@ -52,40 +57,54 @@ class PackedModule(nn.Module):
         gradient: the sparse gradient of the whole matrix, as PyTorch's embeddings have it in
             `weight.grad` with `sparse=True`; not coalesced. None if there was none. It may be set.
         unpacked_share_told: the share of rows, kept plain after changes, of which a warning told.
+        name_in_model: for messages; empty if it is not known.
     """
 
-    table: PackedTable
     num_embeddings: int
     embedding_dim: int
     padding_idx: int | None
-    trains: bool
     plain_state: bool
     unpacked_share_told: float
     gradient: Tensor | None
     hot: HotRows | None
+    name_in_model: str
 
     def hold(self, table: PackedTable, *, trains: bool, device: Any = None) -> None:
         """Takes a table. `device` is where rows come out."""
-        self.table = table
-        self.trains, self.plain_state = trains, False
+        self._shared = share_table(table)
+        self.plain_state, self.name_in_model = False, ""
         self.unpacked_share_told = 0.0
         self.gradient = self.hot = None
         # It moves with the module, and says where rows come out.
         place = torch.empty(0, dtype=self.dtype, device=device)
         self.register_buffer("_place", place, persistent=False)
+        if trains and self.dtype.is_floating_point:
+            self.requires_grad_()
 
     def release(self) -> None:
         """Undoes `hold`."""
         for name in (
-            "table",
-            "trains",
+            "_shared",
             "plain_state",
             "unpacked_share_told",
             "gradient",
             "hot",
+            "name_in_model",
             "_place",
         ):
             delattr(self, name)
+        self._parameters.pop(_STAND_IN, None)
+
+    @property
+    def table(self) -> PackedTable:
+        """The rows."""
+        return self._shared.table
+
+    @property
+    def trains(self) -> bool:
+        """Whether gradients are kept."""
+        stand_in = self._parameters.get(_STAND_IN)
+        return stand_in is not None and stand_in.requires_grad
 
     @property
     def dtype(self) -> torch.dtype:
@@ -101,11 +120,16 @@ class PackedModule(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """A tensor that has the shape, dtype and device of the matrix, and no elements: it can look
-        up rows, and every other operation is an error."""
-        return RowWeight(self.table.shape, self.dtype, self.device, self._fetch_untrained)
+        """A tensor that has the shape, dtype and device of the matrix, and no elements: rows can be
+        taken out of it, and every other operation is an error."""
+        if torch.compiler.is_compiling():
+            return apart(self._row_weight)()  # type: ignore[no-any-return]
+        return self._row_weight()
 
-    def _fetch_untrained(self, ids: Tensor) -> Tensor:
+    def _row_weight(self) -> RowWeight:
+        return RowWeight(self)
+
+    def fetch_untrained(self, ids: Tensor) -> Tensor:
         """Rows for a look-up that does not go through the module, so that no gradient can be kept.
 
         Raises:
@@ -121,7 +145,7 @@ class PackedModule(nn.Module):
     @property
     def collects(self) -> bool:
         """Whether a look-up now would be trained."""
-        return self.trains and self.dtype.is_floating_point and torch.is_grad_enabled()
+        return self.trains and torch.is_grad_enabled()
 
     def fetch(self, ids: Tensor) -> Tensor:
         """Rows by number, on the device where rows come out: the shape of `ids` and the columns.
@@ -132,10 +156,11 @@ class PackedModule(nn.Module):
         device = self.place_for(ids)
         if device.type == "meta":
             return torch.empty((*ids.shape, self.embedding_dim), dtype=self.dtype, device=device)
-        source = self.hot if self.hot is not None and self.hot.table is self.table else self.table
         if self.table.memory.kind is not MemoryKind.PAGEABLE:  # then the device itself may gather
             ids = ids.to(device)
-        rows: Tensor = source.gather(ids)
+        if self.hot is not None and self.hot.table is self.table:
+            return self.hot.gather(ids).to(device)
+        rows: Tensor = self.table.gather(ids, threads=torch.get_num_threads())
         return rows.to(device)
 
     @property
@@ -169,7 +194,9 @@ class PackedModule(nn.Module):
         if found.is_sparse:
             numbers, values = numbers.to(found.device)[found._indices()[0]], found._values()
         shape = self.table.shape
-        new = torch.sparse_coo_tensor(numbers[None], values, shape, check_invariants=False)
+        new = torch.sparse_coo_tensor(
+            numbers[None], values, shape, device=values.device, check_invariants=False
+        )
         if self.gradient is None:
             self.gradient = new
         else:
@@ -202,9 +229,15 @@ class PackedModule(nn.Module):
         return whole
 
     def requires_grad_(self, requires_grad: bool = True) -> PackedModule:
-        """Whether gradients are kept."""
+        """Says whether gradients are kept.
+
+        Raises:
+            RuntimeError: they are to be kept, and the rows have no floats.
+        """
+        if requires_grad and _STAND_IN not in self._parameters:
+            place = torch.empty(0, dtype=self.dtype, device=self.device)
+            self.register_parameter(_STAND_IN, Parameter(place, requires_grad=False))
         super().requires_grad_(requires_grad)
-        self.trains = requires_grad
         return self
 
     def reset_parameters(self) -> None:
@@ -213,7 +246,7 @@ class PackedModule(nn.Module):
         self.unpacked_share_told = 0.0
 
     def _apply(self, fn: Any, recurse: bool = True) -> PackedModule:
-        probe = fn(torch.empty(0, dtype=self.dtype))
+        probe = fn(torch.empty(0, dtype=self.dtype, device="cpu"))
         if probe.dtype != self.dtype:
             raise TypeError(
                 f"{type(self).__name__} holds packed rows of {short_name(self.dtype)}, and a cast"
@@ -222,14 +255,27 @@ class PackedModule(nn.Module):
                 " .to(device) alone"
             )
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.gradient is not None:
+            self.gradient = fn(self.gradient)
         return self
+
+    def _replicate_for_data_parallel(self) -> PackedModule:
+        if self.trains:
+            raise RuntimeError(
+                "a packed embedding cannot be trained in nn.DataParallel, whose replicas would"
+                " lose its gradients: freeze it with requires_grad_(False), or use one GPU"
+            )
+        replica: PackedModule = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        return replica
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         name = f"{prefix}{_WEIGHT}"
         if self.plain_state:
+            destination.pop(f"{prefix}{_STAND_IN}", None)
             destination[name] = self.unpacked()
             return
+        _refuse_save_pretrained()
         for key, array in split_table(self.table, name).items():
             destination[key] = torch.from_numpy(array)
 
@@ -260,6 +306,9 @@ class PackedModule(nn.Module):
             self._take(plain, name, error_msgs)
         elif strict:
             missing_keys.append(name)
+        state_dict.pop(f"{prefix}{_STAND_IN}", None)
+        if _STAND_IN in self._parameters:
+            state_dict[f"{prefix}{_STAND_IN}"] = self._parameters[_STAND_IN]
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
@@ -277,13 +326,7 @@ class PackedModule(nn.Module):
         self.unpacked_share_told = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        state["table"], state["hot"] = split_table(self.table, "table"), None
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.table = join_table(state["table"], "table", device=memory_for(self.device))
+        return self.__dict__ | {"hot": None}
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == _WEIGHT:
@@ -296,6 +339,24 @@ class PackedModule(nn.Module):
     def extra_repr(self) -> str:
         """What `print` shows."""
         return f"{super().extra_repr()}, {self.table!r}"
+
+
+def _refuse_save_pretrained() -> None:
+    """Libraries save folders of plain weights. They ask for a state as everybody does, so only who
+    asks tells them from `torch.save`.
+
+    Raises:
+        RuntimeError: one is asking.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "save_pretrained":
+            raise RuntimeError(
+                "save_pretrained would write the arrays of a packed embedding, which"
+                " from_pretrained does not read: set plain_state = True on the modules that"
+                " pack_embedding_ has packed, or call pack_model_(model, embeddings='host')"
+            )
+        frame = frame.f_back
 
 
 def _as_array(key: str, value: Any) -> NDArray[Any]:
@@ -313,7 +374,9 @@ class _Rows:
         self._table, self.shape = table, table.shape
 
     def __getitem__(self, index: slice) -> Tensor:
-        rows: Tensor = self._table.gather(torch.arange(*index.indices(len(self._table))))
+        rows: Tensor = self._table.gather(
+            torch.arange(*index.indices(len(self._table)), device="cpu")
+        )
         return rows
 
 
@@ -325,7 +388,7 @@ def _blocks(table: PackedTable) -> Iterable[tuple[int, Tensor]]:
 
 
 def _new_rows(module: PackedModule) -> Tensor:
-    plain = torch.empty(module.table.shape, dtype=module.dtype)
+    plain = torch.empty(module.table.shape, dtype=module.dtype, device="cpu")
     nn.init.normal_(plain)
     if module.padding_idx is not None:
         plain[module.padding_idx].zero_()

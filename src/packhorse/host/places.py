@@ -7,14 +7,20 @@ from torch.nn import functional as F
 __all__ = ["Places", "require_integers"]
 
 
-def require_integers(ids: Tensor) -> None:
-    """Refuses ids that are no integers.
+def require_integers(ids: Tensor, what: str = "ids") -> None:
+    """Refuses what is no tensor of integers.
+
+    Args:
+        ids: anything.
+        what: what it is called.
 
     Raises:
-        TypeError: they are not.
+        TypeError: it is none.
     """
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"{what} must be a tensor of integers, not {type(ids).__name__}")
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise TypeError(f"ids must be integers, not {ids.dtype}")
+        raise TypeError(f"{what} must be integers, not {ids.dtype}")
 
 
 class Places:

@@ -11,8 +11,9 @@ without a gradient alone.
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -37,14 +38,17 @@ class RowOptimizer(Optimizer):
     functions for parameters; `PackedEmbedding.gradient` is there to look at.
 
     Args:
-        modules: packed embeddings, or one model that has some; frozen ones are left out.
-        optimizer: `torch.optim.SGD`, `Adagrad` or `SparseAdam`, which get the sparse gradients that
-            PyTorch's embeddings have with `sparse=True`; or another class of optimizers that gets
-            the gradient of the rows concerned as a dense matrix, such as torchrec's
-            `RowWiseAdagrad`.
+        modules: packed embeddings, or models that have some; frozen ones are left out. Or groups,
+            as for PyTorch's optimizers: dicts with such modules as "params", and with options.
+        optimizer: `torch.optim.SGD`, `Adagrad` or `SparseAdam`, or a class that derives from one,
+            which get the sparse gradients that PyTorch's embeddings have with `sparse=True`; or
+            another class of optimizers that gets the gradient of the rows concerned as a dense
+            matrix, such as torchrec's `RowWiseAdagrad`. Or a function, such as a
+            `functools.partial`, that makes one of given parameters.
         options: its options, such as `lr`.
 
     Raises:
+        TypeError: the modules are parameters, or the optimizer is no class or function.
         ValueError: there is no embedding that is trained, two of them share their rows, or the
             optimizer changes rows that have no gradient.
 
@@ -62,20 +66,41 @@ class RowOptimizer(Optimizer):
 
     def __init__(
         self,
-        modules: nn.Module | Iterable[nn.Module],
+        modules: nn.Module | Iterable[nn.Module] | Iterable[dict[str, Any]],
         optimizer: Callable[..., Optimizer],
         **options: Any,
     ) -> None:
-        self._modules = _trained(modules)
         self._make, self._options = optimizer, options
+        self._kind, defaults = _checked(optimizer, options)
+        self._module_of: dict[Parameter, PackedModule] = {}
+        given: list[Any] = [modules] if isinstance(modules, nn.Module) else list(modules)
+        are_groups = bool(given) and isinstance(given[0], Mapping)
+        super().__init__(given if are_groups else [{"params": given}], defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As PyTorch's optimizers do.
+
+        Args:
+            param_group: packed embeddings, or models that have some, as "params"; and options.
+
+        Raises:
+            TypeError, ValueError: as the class.
+        """
+        modules = _trained(param_group["params"])
+        _require_own_rows([*self._module_of.values(), *modules])
+        _require_row_options(self._kind, {**self.defaults, **param_group})
         # PyTorch keeps options and state by parameter; these have no elements.
-        places = [Parameter(torch.empty(0, dtype=module.dtype)) for module in self._modules]
-        self._module_of = dict(zip(places, self._modules, strict=True))
-        super().__init__(places, _checked(optimizer, options))
+        places = [Parameter(torch.empty(0, dtype=each.dtype, device="cpu")) for each in modules]
+        self._module_of |= zip(places, modules, strict=True)
+        super().add_param_group({**param_group, "params": places})
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("_make", "_options", "_kind", "_module_of")
+        return super().__getstate__() | {name: vars(self)[name] for name in names}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of all modules."""
-        for module in self._modules:
+        for module in self._module_of.values():
             module.gradient = None
 
     @torch.no_grad()
@@ -87,11 +112,17 @@ class RowOptimizer(Optimizer):
 
         Returns:
             What the closure returns.
+
+        Raises:
+            ValueError: an option has changed since, so that rows that have no gradient would
+                change, too. All rows are as they were.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for group in self.param_groups:
+            _require_row_options(self._kind, group)
         for group in self.param_groups:
             options = {key: value for key, value in group.items() if key != "params"}
             for place in group["params"]:
@@ -105,9 +136,9 @@ class RowOptimizer(Optimizer):
         ids, places = torch.unique(gradient._indices()[0], return_inverse=True)
         rows = Parameter(module.table.gather(ids))
         small = torch.sparse_coo_tensor(
-            places[None], gradient._values(), rows.shape, check_invariants=False
+            places[None], gradient._values(), rows.shape, device="cpu", check_invariants=False
         )
-        rows.grad = small if self._make in _SPARSE else small.to_dense()
+        rows.grad = small if issubclass(self._kind, _SPARSE) else small.to_dense()
         inner = self._make([rows], **self._options)
         inner.param_groups[0].update(options)
         state = self.state[place]
@@ -126,11 +157,11 @@ class RowOptimizer(Optimizer):
 
     def _first_state(self, name: str, value: Tensor, n_rows: int) -> Tensor:
         """The state of all rows before the first step, from that of a row of zeros."""
-        row = Parameter(torch.zeros((1, *value.shape[1:]), dtype=value.dtype))
+        row = Parameter(torch.zeros((1, *value.shape[1:]), dtype=value.dtype, device="cpu"))
         first: Tensor | None = self._make([row], **self._options).state[row].get(name)
         shape = (n_rows, *value.shape[1:])
         if first is None:
-            return torch.zeros(shape, dtype=value.dtype)
+            return torch.zeros(shape, dtype=value.dtype, device="cpu")
         return first.expand(shape).clone()
 
 
@@ -138,6 +169,11 @@ def _trained(modules: nn.Module | Iterable[nn.Module]) -> list[PackedModule]:
     roots = [modules] if isinstance(modules, nn.Module) else list(modules)
     found: dict[int, PackedModule] = {}
     for root in roots:
+        if not isinstance(root, nn.Module):
+            raise TypeError(
+                f"give RowOptimizer the model or packed embeddings, not {type(root).__name__}:"
+                " packed rows are no parameters"
+            )
         for module in root.modules():
             if isinstance(module, PackedModule) and module.trains:
                 found[id(module)] = module
@@ -146,35 +182,54 @@ def _trained(modules: nn.Module | Iterable[nn.Module]) -> list[PackedModule]:
             "there is no packed embedding that is trained: make them with freeze=False, or call"
             " requires_grad_() on them"
         )
-    if len({id(module.table) for module in found.values()}) < len(found):
+    return list(found.values())
+
+
+def _require_own_rows(modules: list[PackedModule]) -> None:
+    if len({id(module) for module in modules}) < len(modules):
+        raise ValueError("an embedding is in more than one group")
+    if len({id(module.table) for module in modules}) < len(modules):
         raise ValueError(
             "two of the embeddings share their rows, and would change them one after the other;"
             " call one module at both places of the model instead"
         )
-    return list(found.values())
 
 
-def _checked(make: Callable[..., Optimizer], options: dict[str, Any]) -> dict[str, Any]:
-    """All options of an optimizer.
+def _checked(
+    make: Callable[..., Optimizer], options: dict[str, Any]
+) -> tuple[type[Optimizer], dict[str, Any]]:
+    """The class of an optimizer, and all its options.
 
     Raises:
+        TypeError: it is no class or function that makes one.
         ValueError: it changes rows that have no gradient.
     """
-    name = getattr(make, "__name__", str(make))
-    defaults: dict[str, Any] = make([Parameter(torch.zeros(1, 1))], **options).defaults
-    is_of_torch = getattr(make, "__module__", "").startswith("torch.optim")
-    if is_of_torch and make not in _SPARSE:
-        raise ValueError(
-            f"{name} changes all rows of a matrix at each step; for packed rows take SGD, Adagrad"
-            " or SparseAdam, which change those that have a gradient"
+    if isinstance(make, Optimizer) or not callable(make):
+        raise TypeError(
+            f"the optimizer is an object of {type(make).__name__}; give its class, and its options"
+            " by name"
         )
+    made: Any = make([Parameter(torch.zeros(1, 1, device="cpu"))], **options)
+    if not isinstance(made, Optimizer):
+        raise TypeError(f"{make} makes {type(made).__name__}, which is no torch.optim.Optimizer")
+    kind = type(made)
+    bases = [base for base in kind.__mro__ if base.__module__.startswith("torch.optim.")]
+    if bases != [Optimizer] and not issubclass(kind, _SPARSE):
+        raise ValueError(
+            f"{kind.__name__} changes all rows of a matrix at each step; for packed rows take SGD,"
+            " Adagrad or SparseAdam, which change those that have a gradient"
+        )
+    return kind, made.defaults
+
+
+def _require_row_options(kind: type[Optimizer], options: Mapping[str, Any]) -> None:
     for option in _NEED_ALL_ROWS:
-        if defaults.get(option):
+        if options.get(option):
             raise ValueError(
-                f"{name} with {option}={defaults[option]} changes rows that have no gradient; leave"
-                f" {option} out for packed rows"
+                f"{kind.__name__} with {option}={options[option]} changes rows that have no"
+                f" gradient; leave {option} out for packed rows, and give schedulers that set"
+                " momentum cycle_momentum=False"
             )
-    return defaults
 
 
 def _has_rows(value: Any) -> bool:
@@ -189,5 +244,18 @@ def _warn_of_unpacked(module: PackedModule) -> None:
             f"{share:.0%} of the rows of a packed embedding have changed so that they do not fit"
             " its format, and are kept plain: repack_() packs them again",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=_caller_level(),
         )
+
+
+def _caller_level() -> int:
+    """The level, for a warning of the function that asks, of who called the optimizer: PyTorch and
+    its schedulers wrap `step`."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and _is_inside(frame.f_globals.get("__name__", "")):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _is_inside(module: str) -> bool:
+    return module == __name__ or module.startswith("torch.")

@@ -95,6 +95,10 @@ class TableTensor(Tensor):
         found: Tensor = self.table.gather(ids, out, threads=torch.get_num_threads())
         return found.to(ids.device) if out is None else found
 
+    def _again(self) -> "TableTensor":
+        """Another tensor of the same table."""
+        return TableTensor(self.table, self.device)
+
     # PyTorch's own methods would use memory that this tensor has not got.
     def is_shared(self) -> bool:
         """Whether forked processes get the table's memory."""
@@ -253,7 +257,7 @@ def _select(x: TableTensor, ids: Tensor) -> Tensor:
 
 
 def _share(x: TableTensor, *args: Any, **kwargs: Any) -> TableTensor:
-    return TableTensor(x.table, x.device)
+    return x._again()
 
 
 def _move(

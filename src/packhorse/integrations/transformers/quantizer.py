@@ -34,7 +34,7 @@ from packhorse.device.model import (
     report_model,
     unpack_model_,
 )
-from packhorse.device.model_config import METHOD, keep_names_in_files
+from packhorse.device.model_config import IN_HOST, METHOD, keep_names_in_files
 from packhorse.device.packed_weight import PackedWeight
 from packhorse.device.packing import join_arrays
 from packhorse.device.report import PackReport
@@ -80,7 +80,8 @@ class PackhorseConfig(QuantizationConfigMixin):  # type: ignore[misc]
         lm_head: whether to pack the output layer. An embedding that shares its weight is packed
             with it.
         embeddings: whether to pack embeddings; None for only the input embedding; "host" to put
-            them into memory of the host, as for `pack_model_`, once the model is loaded.
+            them into memory of the host, as for `pack_model_`, once the model is loaded. Then
+            the model may have another dtype than BF16; its other weights stay plain.
         for_tokens: None, or the usual number of tokens that are multiplied at once. Then a layer is
             packed only if its GPU is as fast with the packed weight, as for `pack_model_`.
         version: of the format.
@@ -226,13 +227,10 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
         """The dtype itself.
 
         Raises:
-            ValueError: it is not BF16.
+            ValueError: it is not BF16, and no rows of another dtype go to memory of the host.
         """
-        if dtype != torch.bfloat16:
-            raise ValueError(
-                f"packed weights are BF16, but the model would be {dtype}; pass "
-                "dtype=torch.bfloat16 to from_pretrained"
-            )
+        if self.quantization_config.embeddings != IN_HOST:
+            _require_bfloat16(dtype)
         return dtype
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
@@ -258,7 +256,8 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
         if getattr(model.config, "distributed_config", None) is not None:
             raise ValueError(_SPLIT)
         _refuse_doubles(checkpoint_files or ())
-        self._wanted = self._choose(model).wanted_names(model.all_tied_weights_keys)
+        if model.dtype == torch.bfloat16:
+            self._wanted = self._choose(model).wanted_names(model.all_tied_weights_keys)
         self._shapes = {name: each.shape for name, each in model.named_parameters()}
         return model
 
@@ -313,6 +312,7 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
                     f"{name}: is packed in this folder, but its config.json does not say so: add "
                     f'"quantization_config": {{"quant_method": "{METHOD}"}} there'
                 )
+            _require_bfloat16(expected.dtype)
             _refuse_split(expected, self._shapes, name)
             joined = _join(name, arrays, expected.shape)
             if joined.shape != expected.shape:
@@ -396,6 +396,14 @@ def _refuse_doubles(files: Iterable[str]) -> None:
     for name in sorted(each.removesuffix(suffix) for each in counts if each.endswith(suffix)):
         if counts[name] + counts[f"{name}.high_bits"] > 1:
             raise CorruptionError(f"{name}: is both packed and plain here; remove one of the two")
+
+
+def _require_bfloat16(dtype: torch.dtype) -> None:
+    if dtype != torch.bfloat16:
+        raise ValueError(
+            f"packed weights are BF16, but the model would be {dtype}; pass "
+            "dtype=torch.bfloat16 to from_pretrained"
+        )
 
 
 def _require_gpu() -> None:
