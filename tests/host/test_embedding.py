@@ -50,6 +50,49 @@ def fetching(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(embedding_module, "_DISTINCT_NBYTES", -1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("include_last_offset", [False, True])
+def test_bags_that_are_added_up_packed_are_those_of_pytorch(
+    dtype: torch.dtype, mode: str, include_last_offset: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = weights(dtype)
+    plain[0], plain[1] = torch.inf, 1e30  # exceptions
+    options: Any = {"mode": mode, "include_last_offset": include_last_offset}
+    ours = PackedEmbeddingBag.from_pretrained(plain, **options)
+    theirs = nn.EmbeddingBag.from_pretrained(plain, **options)
+    counts = torch.arange(200) * 7 % 40
+    starts = F.pad(counts.cumsum(0), (1, 0))
+    ids = torch.randint(0, N_ROWS, (int(starts[-1]),), generator=torch.Generator().manual_seed(2))
+    offsets = starts if include_last_offset else starts[:-1]
+    bags = [(ids, offsets), (ids.int(), offsets.int()), (ids_of(9, 5), None)]
+    with monkeypatch.context() as patch:
+        patch.setattr(PackedEmbeddingBag, "fetch", None)  # no row is decoded to memory
+        assert all(same(ours(*bag), theirs(*bag)) for bag in bags)
+    ours.update_(torch.tensor([3]), torch.full((1, N_COLUMNS), 1e-30).to(dtype))
+    assert ours.table.n_unpacked_rows == 1  # kept plain: bags go the other way
+    theirs = nn.EmbeddingBag.from_pretrained(ours.unpacked(), **options)
+    assert all(same(ours(*bag), theirs(*bag)) for bag in bags)
+
+
+def test_bags_with_wrong_offsets_are_refused_as_by_pytorch() -> None:
+    modules = (
+        PackedEmbeddingBag.from_pretrained(weights(), mode="sum"),
+        nn.EmbeddingBag.from_pretrained(weights(), mode="sum"),
+    )
+    for offsets in (torch.tensor([1, 2]), torch.tensor([0, 9]), torch.tensor([[0]]), None):
+        messages = []
+        for module in modules:
+            with pytest.raises((ValueError, RuntimeError)) as error:
+                module(ids_of(5), offsets)
+            messages.append(str(error.value))
+        assert messages[0] == messages[1]
+    with pytest.raises(ValueError, match="starts must ascend"):
+        modules[0].table.sum_bags(np.arange(4), np.array([0, 3, 2, 4]))
+    with pytest.raises(ValueError, match=r"of F16, .* gather them"):
+        pack_table(weights(torch.float16)).sum_bags(np.arange(4), np.array([0, 4]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
 def test_look_ups_are_those_of_pytorch(dtype: torch.dtype) -> None:
     plain = weights(dtype)

@@ -49,6 +49,8 @@ __all__ = [
 ]
 
 _Bytes = NDArray[np.uint8]
+_Words32 = NDArray[np.uint32]
+_Words64 = NDArray[np.uint64]
 _BITS_OF_BYTES = np.array([number.bit_count() for number in range(256)], np.uint8)
 
 
@@ -324,7 +326,9 @@ def sum_into(
     _require_found(bad, ids, len(arrays.rows))
 
 
-def _in_memory(arrays: TableArrays, format: TableFormat) -> tuple[NDArray[Any], ...]:
+def _in_memory(
+    arrays: TableArrays, format: TableFormat
+) -> tuple[_Words64, _Words64, _Bytes, _Words32, _Words32, _Words32, NDArray[np.uint16], _Bytes]:
     """A packed table as the core takes it."""
     return (
         *_fields_of(format),

@@ -291,7 +291,6 @@ class PackedEmbeddingBag(PackedModule, nn.EmbeddingBag):  # type: ignore[overrid
             padding_idx=places.padding,
         )
 
-
     def _adds_up(self, device: torch.device) -> bool:
         """Whether the core can add up rows as it unpacks them, with PyTorch's results."""
         return (
@@ -306,7 +305,7 @@ class PackedEmbeddingBag(PackedModule, nn.EmbeddingBag):  # type: ignore[overrid
     def _sum(self, input: Tensor, offsets: Tensor | None) -> Tensor | None:
         """Bags of ids on the CPU; None if the arguments are not as they should be, so that PyTorch
         says what is wrong."""
-        if input.dim() == 2 and offsets is None:
+        if input.dim() == 2 and offsets is None and input.numel():
             n_bags, n = input.shape
             starts = torch.arange(n_bags + 1) * n
         elif input.dim() == 1 and offsets is not None and offsets.dim() == 1 and len(offsets):

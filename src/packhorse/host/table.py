@@ -213,9 +213,8 @@ class PackedTable:
 
         def write(numbers: NDArray[np.int64], memory: _Bytes) -> None:
             rows = memory.reshape(len(numbers), self.way.format.row_nbytes)
-            gather_into(
-                self._arrays, self.way.format, numbers, rows, threads=_threads_for(rows.nbytes, threads)
-            )
+            wanted = _threads_for(rows.nbytes, threads)
+            gather_into(self._arrays, self.way.format, numbers, rows, threads=wanted)
             self._changed.put_into(numbers, rows)
 
         return write
@@ -228,9 +227,9 @@ class PackedTable:
     def sum_bags(
         self, ids: NDArray[np.int64], starts: NDArray[np.int64], *, threads: int | None = None
     ) -> NDArray[np.uint8]:
-        """Sums of rows, without the rows in between: bags of embeddings, on the CPU. FP32 sums are
-        those of `torch.nn.functional.embedding_bag`, bit for bit; so are those of BF16 where PyTorch
-        has FBGEMM.
+        """Sums of rows, without the rows in between: bags of embeddings, on the CPU. They are added
+        up in fp32, in the order of the ids. Sums of FP32 are those of
+        `torch.nn.functional.embedding_bag`, bit for bit; those of BF16 are if PyTorch has FBGEMM.
 
         Args:
             ids: int64, (n,): the rows of all bags, one bag after the other.
