@@ -17,6 +17,7 @@ from table_samples import answer_from_table, sparse_rows
 import packhorse
 from packhorse.disk import Shelf
 from packhorse.host import PackedTable, pack_table, plan_table
+from packhorse.host.changed_rows import ChangedRows
 from packhorse.table_layout import TableMode
 
 
@@ -275,6 +276,31 @@ def test_a_table_that_others_share_is_not_packed_again_in_place() -> None:
     if table.memory.is_shared:
         with pytest.raises(ValueError, match="other processes may share the packed rows"):
             table.repack_()
+
+
+def test_changed_rows_are_those_kept_last() -> None:
+    """Against a dict, while they become many and few again."""
+    rng = np.random.default_rng(5)
+    kept, expected = ChangedRows(300, 3), dict[int, bytes]()
+    for step in range(200):
+        at = rng.choice(300, rng.integers(0, 12), replace=False)
+        if step % 50 < 35:
+            rows = rng.integers(0, 256, (len(at), 3), np.uint8)
+            kept.keep(at, rows)
+            expected |= dict(zip(at.tolist(), map(bytes, rows), strict=True))
+        else:
+            gone = [expected.pop(number, b"") for number in at.tolist()]
+            assert kept.drop(at) == any(gone)
+        numbers, rows = kept.in_order()
+        assert numbers.tolist() == sorted(expected)
+        assert [bytes(row) for row in rows] == [expected[number] for number in sorted(expected)]
+        found = np.zeros((300, 3), np.uint8)
+        kept.put_into(np.arange(300), found)
+        assert found.tobytes() == b"".join(expected.get(i, bytes(3)) for i in range(300))
+        assert kept.fast_nbytes == 11 * len(kept) == 11 * len(expected)
+        assert kept.nbytes <= 4 * kept.fast_nbytes + 600 * (len(kept) > 0)
+    kept.drop(np.arange(300))
+    assert kept.nbytes == 0
 
 
 def test_a_table_may_take_over_another_one() -> None:

@@ -188,13 +188,12 @@ class DeviceTable:
 
     def refresh(self, changed: ChangedRows) -> None:
         """Takes other changed rows. No gather may run."""
-        numbers, rows = changed.numbers, changed.rows
         words = [0, 0, 0]
         self._changed = ()
-        if len(numbers):
-            arrays = (torch.from_numpy(array.copy()) for array in (numbers, rows))
+        if len(changed):
+            arrays = (torch.from_numpy(array) for array in changed.in_order())
             self._changed = tuple(array.to(self._device) for array in arrays)
-            words = [len(numbers), *(tensor.data_ptr() for tensor in self._changed)]
+            words = [len(changed), *(tensor.data_ptr() for tensor in self._changed)]
         self._head.copy_(torch.tensor(words))
         self.wait()  # other streams may gather next
 

@@ -56,7 +56,7 @@ class PackedTable:
     def __init__(self, dtype: str, way: TableWay, arrays: TableArrays, memory: HostMemory) -> None:
         self.dtype, self.way, self.memory = dtype, way, memory
         self._arrays = arrays
-        self._changed = ChangedRows(way.format.row_nbytes)
+        self._changed = ChangedRows(len(arrays.rows), way.format.row_nbytes)
         self._gathers: DeviceGathers | None = None
         self.shape = (len(arrays.rows), way.format.n_columns)
         self.n_updates = 0
@@ -69,22 +69,18 @@ class PackedTable:
     @property
     def nbytes(self) -> int:
         """Bytes that the packed table takes, with everything that gathering needs."""
-        return self._arrays.rows.nbytes + self.fast_nbytes
+        packed = self._arrays.rows.nbytes + self._arrays.fast_nbytes
+        return packed + self._changed.nbytes
 
     @property
     def fast_nbytes(self) -> int:
         """Bytes that belong in device memory when a GPU gathers."""
-        return self._arrays.fast_nbytes + self._changed.nbytes
+        return self._arrays.fast_nbytes + self._changed.fast_nbytes
 
     @property
     def n_unpacked_rows(self) -> int:
         """Rows that were changed and do not fit the table; they are kept plain."""
         return len(self._changed)
-
-    @property
-    def changed_rows(self) -> ChangedRows:
-        """These rows."""
-        return self._changed
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -281,9 +277,9 @@ class PackedTable:
         if self._gathers is not None:
             self._gathers.wait()
         self._arrays.rows[numbers[fits]] = packed[fits]
-        self._changed.drop(numbers[fits])
+        were_kept = self._changed.drop(numbers[fits])
         self._changed.keep(numbers[~fits], plain[~fits])
-        if self._gathers is not None:
+        if self._gathers is not None and (were_kept or not fits.all()):
             self._gathers.refresh(self._changed)
 
     def repack_(self) -> None:
@@ -334,7 +330,7 @@ class PackedTable:
         """What `repack_` makes of the table, which stays as it is: numbers of rows, ascending, how
         they are packed, and arrays with the exceptions of all rows. The rows in these arrays are
         the old ones."""
-        numbers, plain = self._changed.numbers, self._changed.rows
+        numbers, plain = self._changed.in_order()
         if not len(numbers):
             return numbers, np.empty((0, self.way.format.stride), np.uint8), self._arrays
         packed, arrays = replace_rows(self._arrays, self.way.format, numbers, plain)
@@ -349,7 +345,8 @@ class PackedTable:
 
     def __reduce__(self) -> tuple[Any, ...]:
         others = self._arrays[1:]  # than the rows, which lie in `memory`
-        return _attach, (self.dtype, self.way, self.memory, self.shape[0], others, self._changed)
+        changed = self._changed.in_order()
+        return _attach, (self.dtype, self.way, self.memory, self.shape[0], others, changed)
 
     def __repr__(self) -> str:
         plain = self.shape[0] * self.way.format.row_nbytes
@@ -433,11 +430,11 @@ def _attach(
     memory: HostMemory,
     n_rows: int,
     others: tuple[Any, ...],
-    changed: ChangedRows,
+    changed: tuple[NDArray[np.int64], _Bytes],
 ) -> PackedTable:
     """A table of the process that has spawned this one."""
     table = PackedTable(dtype, way, TableArrays(_rows_in(memory, n_rows, way), *others), memory)
-    table._changed = changed
+    table._changed.keep(*changed)
     return table
 
 
