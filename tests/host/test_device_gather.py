@@ -114,20 +114,22 @@ def test_graphs_look_for_rows_that_are_changed_later(monkeypatch: pytest.MonkeyP
     assert puts == [1, 3]
     with pytest.raises(RuntimeError, match=r"the first gather uploads .* call it once before"):
         pack(bf16_rows(20)).gather(on_device(1))
+    with pytest.raises(RuntimeError, match=r"ids in host memory .* give ids that are on the GPU"):
+        device_gather._bring(np.arange(3), torch.device("cuda"))
 
 
 def test_wrong_ids_and_outputs_are_refused() -> None:
     packed = pack(bf16_rows(20))
     if DEVICE == "cpu":  # a GPU says so later, and is of no use from then on
         for ids in ([20], [0, -1]):
-            with pytest.raises(RuntimeError, match="out of range: the table has rows 0 to 19"):
+            with pytest.raises(RuntimeError, match="out of range: the table has 20 rows"):
                 packed.gather(on_device(*ids))
     out = torch.zeros(1, 384, dtype=torch.bfloat16, device=DEVICE)
     with pytest.raises(IndexError, match="id 20 is out of range: the table has 20 rows"):
         packed.gather([20], out)
-    with pytest.raises(TypeError, match="ids must be integers, not float32"):
+    with pytest.raises(TypeError, match=r"ids must be integers, not torch\.float32"):
         packed.gather(on_device(1).float())
-    with pytest.raises(TypeError, match="ids must be integers, not bool"):
+    with pytest.raises(TypeError, match=r"ids must be integers, not torch\.bool"):
         packed.gather(on_device(1).bool())
     with pytest.raises(ValueError, match=r"out is torch.bfloat16 \(1, 384\); it must be "):
         packed.gather(on_device(1, 2), out)
@@ -137,8 +139,19 @@ def test_wrong_ids_and_outputs_are_refused() -> None:
         packed.gather(on_device(1), out.repeat(1, 2)[:, ::2])
     with pytest.raises(ValueError, match="out is on meta"):
         packed.gather(on_device(1), out.to("meta"))
-    with pytest.raises(ValueError, match="sm_budget is 0; it must be at least 1"):
-        packed.gather(on_device(1), sm_budget=0)
+    for ids in (on_device(1), [1]):
+        with pytest.raises(ValueError, match="sm_budget is 0; it must be at least 1"):
+            packed.gather(ids, sm_budget=0)
+    with pytest.raises(ValueError, match="sm_budget is -1"):
+        packed.read(0, 1, sm_budget=-1)
+    with pytest.raises(ValueError, match="give one: out has a device"):
+        packed.read(0, 1, out, device=DEVICE)
+    with pytest.raises(ValueError, match="device 'foo' is unknown"):
+        packed.read(0, 1, device="foo")
+    with pytest.raises(TypeError, match="out must be a contiguous PyTorch tensor"):
+        packed.read(0, 1, [1])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="tensors on meta have no memory"):
+        packed.read(0, 1, device="meta")
     for start, stop in ((-1, 3), (5, 4), (0, 21)):
         with pytest.raises(IndexError, match=f"rows {start} to {stop} are out of range"):
             packed.read(start, stop, device=DEVICE)
@@ -153,7 +166,7 @@ def test_rows_are_read_on_the_host_too() -> None:
         out = torch.empty(2, 384, dtype=torch.bfloat16)
         assert packed.read(3, 5, out) is out
         assert equal_bits(out, rows[3:5])
-        with pytest.raises(ValueError, match="which needs"):
+        with pytest.raises(ValueError, match="it must be"):
             packed.read(3, 4, out)
 
 
