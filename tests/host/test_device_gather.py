@@ -14,9 +14,9 @@ from host_samples import bf16_rows, equal_bits, ways_of_all_modes
 
 from packhorse.codecs.table_plan import TableWay
 from packhorse.gpu.figure_cache import CACHE_VARIABLE, Identity
-from packhorse.gpu.host_memory import host_memory
+from packhorse.gpu.host_memory import MemoryKind, host_memory
 from packhorse.gpu.models import PRESETS
-from packhorse.host import PackedTable, crossover, device_gather, pack_table, table
+from packhorse.host import PackedEmbedding, PackedTable, crossover, device_gather, pack_table, table
 from packhorse.host.crossover import NEVER, SIZES, find_crossover
 from packhorse.host.device_copies import RowRing
 from packhorse.host.device_cost import default_programs, predict_gather
@@ -74,6 +74,15 @@ def test_ids_of_any_shape_and_type_and_outputs() -> None:
     assert equal_bits(out.cpu(), rows[20:22])
     assert packed.gather(on_device().to(torch.int64)).shape == (0, 384)
     assert packed.read(5, 5, device=DEVICE).shape == (0, 384)
+
+
+def test_embeddings_fetch_on_the_device() -> None:
+    rows = bf16_rows(100)
+    bag = PackedEmbedding.from_pretrained(rows, device=DEVICE)
+    bag.table.memory.kind = MemoryKind.PINNED  # as if the device could read it
+    ids = torch.tensor([[3, 99], [3, 0]])
+    for each in (ids, ids.to(DEVICE)):
+        assert equal_bits(bag.fetch(each).cpu(), rows[ids])
 
 
 def test_rows_that_are_asked_for_often_may_travel_once() -> None:

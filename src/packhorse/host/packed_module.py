@@ -133,10 +133,13 @@ class PackedModule(nn.Module):
         if device.type == "meta":
             return torch.empty((*ids.shape, self.embedding_dim), dtype=self.dtype, device=device)
         source = self.hot if self.hot is not None and self.hot.table is self.table else self.table
-        if self.table.memory.kind is not MemoryKind.PAGEABLE:  # then the device itself may gather
-            ids = ids.to(device)
-        rows: Tensor = source.gather(ids)
-        return rows.to(device)
+        if source is not self.table or self.table.memory.kind is MemoryKind.PAGEABLE:
+            rows: Tensor = source.gather(ids)
+            return rows.to(device)
+        # The device itself may gather. Ids in host memory are checked there, before they travel.
+        out = torch.empty((*ids.shape, self.embedding_dim), dtype=self.dtype, device=device)
+        found: Tensor = self.table.gather(ids if ids.device.type == "cpu" else ids.to(device), out)
+        return found
 
     @property
     def _readers(self) -> torch.device | str | None:
