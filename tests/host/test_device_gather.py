@@ -70,6 +70,9 @@ def test_ids_of_any_shape_and_type_and_outputs() -> None:
     out = torch.zeros(2, 384, dtype=torch.bfloat16, device=DEVICE)
     assert packed.gather([7, 8], out) is out  # ids of the host, rows on the device
     assert equal_bits(out.cpu(), rows[7:9])
+    ids = np.array([3, 5])
+    ids.flags.writeable = False
+    assert equal_bits(packed.gather(ids, out).cpu(), rows[[3, 5]])
     assert packed.read(20, 22, out) is out
     assert equal_bits(out.cpu(), rows[20:22])
     assert packed.gather(on_device().to(torch.int64)).shape == (0, 384)

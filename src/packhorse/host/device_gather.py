@@ -381,11 +381,11 @@ class DeviceGathers:
 def _bring(numbers: NDArray[np.int64], device: torch.device) -> torch.Tensor:
     """Ids of the host on a device. Through pinned memory, as a copy from other memory would wait
     for all that the stream has to do."""
-    ids = torch.from_numpy(numbers)
     if device.type != "cuda":
-        return ids.to(device)
+        return torch.tensor(numbers, device=device)
     _refuse_capture(device, "ids in host memory are copied", "give ids that are on the GPU")
-    return ids.pin_memory().to(device, non_blocking=True)
+    pinned = torch.tensor(numbers, device="cpu", pin_memory=True)
+    return pinned.to(device, non_blocking=True)
 
 
 def _refuse_capture(device: torch.device, why: str, remedy: str = "call it once before") -> None:
