@@ -52,8 +52,7 @@ struct TableReader {
 #endif
     {
         n_low = (std::max(of.packed_bits(), 1u) - 1) / 8;
-        has_indices = isa >= Isa::kAvx512Vbmi2 && sizeof(U) <= 4 &&
-                      of.rest_bits >= 8 * n_low + (of.has_sign ? 1 : 0) &&
+        has_indices = isa >= Isa::kAvx512Vbmi2 && sizeof(U) <= 4 && of.rest_bits >= 8 * n_low &&
                       (of.mode == TableMode::kDense || of.packed_bits() == 8);
         if (has_bytes) value_bytes = part_values(table);
         if (has_indices) indexed.fill(table, n_low);
@@ -170,9 +169,11 @@ PACKHORSE_AVX512 inline void gather_bytes_avx512(const TableReader<U>& reader, c
 template <class U>
 PACKHORSE_AVX512_VBMI2 inline void gather_indices(const TableReader<U>& reader, const uint8_t* row,
                                                   uint8_t* scratch, uint8_t* dst) {
+    const TableShape& shape = reader.shape;
+    const LowRest low{shape.shift, shape.has_sign && shape.rest_bits == 8 * reader.n_low};
     const auto run = [&]<uint32_t kLow>() PACKHORSE_AVX512_VBMI2 {
-        join_indices_avx512<U, kLow>(reader.high, reader.indexed, reader.shape.shift, row,
-                                     reader.shape.n_columns, scratch, dst);
+        join_indices_avx512<U, kLow>(reader.high, reader.indexed, low, row, shape.n_columns,
+                                     scratch, dst);
     };
     if (reader.n_low == 0) return run.template operator()<0>();
     if constexpr (sizeof(U) > 1)
@@ -218,12 +219,12 @@ inline void gather_dense(const TableReader<U>& reader, const uint8_t* row, uint8
     const std::size_t n = shape.n_columns;
     const bool has_high = shape.narrow_bits() != 0 || shape.has_triples;
 #if PACKHORSE_X86
-    if constexpr (sizeof(U) <= 4)
-        if (reader.has_indices) return gather_indices(reader, row, scratch, dst);
     if (reader.has_bytes) {
         if (isa >= Isa::kAvx512) return gather_bytes_avx512(reader, row, scratch, dst);
         if (isa >= Isa::kAvx2 && gather_bytes_avx2(reader, row, dst, scratch)) return;
     }
+    if constexpr (sizeof(U) <= 4)
+        if (reader.has_indices) return gather_indices(reader, row, scratch, dst);
     if (has_high && isa >= Isa::kAvx512)
         unpack_high_avx512(reader.high, row, scratch + round_up(n, 64), scratch);
     else

@@ -91,51 +91,57 @@ PACKHORSE_AVX512_VBMI2 PACKHORSE_INLINE void look_up(const IndexedBytes<U>& valu
         bytes[k] = ByteTable512{values.bytes[k], values.is_wide}[index];
 }
 
+// How the bytes of rest below an index lie in an element.
+struct LowRest {
+    uint32_t shift;
+    bool has_sign;  // the highest bit of the last byte is the sign
+};
+
 // All columns of a row have an index, and kLow bytes of rest, which are or'ed to its element.
 template <class U, uint32_t kLow>
 struct IndexJoiner512 {
     const IndexedBytes<U>& values;
-    uint32_t shift;  // of the rest
+    LowRest low;
     const uint8_t* row;
     std::size_t n;  // columns
     uint8_t* dst;
 
     PACKHORSE_AVX512_VBMI2 inline void operator()(std::size_t c, uint64_t mask,
                                                   __m512i indices) const {
-        __m512i bytes[sizeof(U)], found[sizeof(U)];
+        __m512i bytes[sizeof(U)], rest[sizeof(U)], found[sizeof(U)];
         look_up(values, indices, bytes);
-        if (kLow == 0 || shift == 0) {
-            for (std::size_t i = 0; i < kLow; ++i)
-                bytes[i] = _mm512_or_si512(bytes[i], rest(i, c, mask));
+        for (std::size_t i = 0; i < sizeof(U); ++i) {
+            rest[i] = _mm512_setzero_si512();
+            if (i < kLow)
+                rest[i] = Interleave512<U>::order(_mm512_maskz_loadu_epi8(mask, row + i * n + c));
+        }
+        if (kLow > 0 && low.has_sign) {
+            const __m512i sign = _mm512_set1_epi8(-0x80);
+            constexpr std::size_t kLast = kLow == 0 ? 0 : kLow - 1, kTop = sizeof(U) - 1;
+            bytes[kTop] = _mm512_or_si512(bytes[kTop], _mm512_and_si512(sign, rest[kLast]));
+            rest[kLast] = _mm512_andnot_si512(sign, rest[kLast]);
+        }
+        if (kLow == 0 || low.shift == 0) {
+            for (std::size_t i = 0; i < kLow; ++i) bytes[i] = _mm512_or_si512(bytes[i], rest[i]);
             Interleave512<U>::join(bytes, found);
         } else {
             Interleave512<U>::join(bytes, found);
-            for (std::size_t i = 0; i < sizeof(U); ++i)
-                bytes[i] = i < kLow ? rest(i, c, mask) : _mm512_setzero_si512();
-            __m512i low[sizeof(U)];
-            Interleave512<U>::join(bytes, low);
-            const __m128i by = _mm_cvtsi32_si128(static_cast<int>(shift));
+            Interleave512<U>::join(rest, bytes);
+            const __m128i by = _mm_cvtsi32_si128(static_cast<int>(low.shift));
             for (std::size_t q = 0; q < sizeof(U); ++q)
-                found[q] =
-                    _mm512_or_si512(found[q], Lanes512<U>::left(low[q], by, static_cast<U>(~U{0})));
+                found[q] = _mm512_or_si512(found[q],
+                                           Lanes512<U>::left(bytes[q], by, static_cast<U>(~U{0})));
         }
         put_vectors<U>(dst + sizeof(U) * c, mask, found);
-    }
-
-  private:
-    PACKHORSE_AVX512_VBMI2 PACKHORSE_INLINE __m512i rest(std::size_t i, std::size_t c,
-                                                         uint64_t mask) const {
-        return Interleave512<U>::order(_mm512_maskz_loadu_epi8(mask, row + i * n + c));
     }
 };
 
 template <class U, uint32_t kLow>
 PACKHORSE_AVX512_VBMI2 inline void join_indices_avx512(const HighBits512& high,
-                                                       const IndexedBytes<U>& values,
-                                                       uint32_t shift, const uint8_t* row,
-                                                       std::size_t n, uint8_t* scratch,
-                                                       uint8_t* dst) {
-    high.for_each(row, scratch, IndexJoiner512<U, kLow>{values, shift, row, n, dst});
+                                                       const IndexedBytes<U>& values, LowRest low,
+                                                       const uint8_t* row, std::size_t n,
+                                                       uint8_t* scratch, uint8_t* dst) {
+    high.for_each(row, scratch, IndexJoiner512<U, kLow>{values, low, row, n, dst});
 }
 
 // Which of 64 columns of a bitmap row are stored. Of more bits than are `left`, the last ones are

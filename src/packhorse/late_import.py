@@ -10,12 +10,15 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
+from packhorse.errors import MissingBackendError
 from packhorse.process import at_fork
 
-__all__ = ["import_late"]
+__all__ = ["import_late", "late_name"]
 
 # Another thread's import may wait for a module that the forking thread is importing itself.
 # Then the fork goes ahead after this time.
@@ -52,6 +55,32 @@ def import_late(name: str) -> ModuleType:
             if not _importing[thread]:
                 del _importing[thread]
             _changed.notify_all()
+
+
+def late_name(package: str, modules: Mapping[str, str], name: str) -> Any:
+    """What a name of a package stands for, from one of its modules, which is imported now. The
+    package's `__getattr__` calls it.
+
+    Args:
+        package: the package's full name.
+        modules: the package's modules by the names that they have.
+        name: the name that is asked for.
+
+    Raises:
+        AttributeError: the package has no such name.
+        ImportError: as `import_module`.
+        MissingBackendError: PyTorch is not installed.
+    """
+    if name not in modules:
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    try:
+        return getattr(import_late(f"{package}.{modules[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise MissingBackendError(
+            f"{package} needs PyTorch; install it with: pip install 'packhorse[torch]'"
+        ) from error
 
 
 def _before_fork() -> None:

@@ -117,7 +117,7 @@ class NumpyFramework:
         if not isinstance(out, np.ndarray) or not out.flags.c_contiguous or not out.flags.writeable:
             raise TypeError("out must be a writable C-contiguous NumPy array")
         if _NAMES.get(out.dtype) != dtype or out.shape != shape:
-            raise ValueError(f"out is {out.dtype} {out.shape}; the frame holds {dtype} {shape}")
+            raise ValueError(f"out is {out.dtype} {out.shape}; it must be {_DTYPES[dtype]} {shape}")
 
     def readable(self, tensor: Any) -> tuple[ByteArray, str, tuple[int, ...]]:
         """The array's bytes in C order, without gaps between elements, its dtype name and its

@@ -140,7 +140,7 @@ class TableFormat:
     @property
     def rest_mask(self) -> int:
         """The bits of an element that a rest may have."""
-        moved = self.rest_bits - self.has_sign
+        moved = max(self.rest_bits - self.has_sign, 0)
         return ((1 << moved) - 1) << self.shift | self.has_sign << self.element_bits - 1
 
     def narrow_nbytes(self, bits: int) -> int:

@@ -75,8 +75,7 @@ class TorchFramework:
         needed = _form(dtype, shape)
         if (out.dtype, tuple(out.shape)) != needed:
             raise ValueError(
-                f"out is {out.dtype} {tuple(out.shape)}; the frame holds {dtype} {shape}, which "
-                f"needs {needed[0]} {needed[1]}"
+                f"out is {out.dtype} {tuple(out.shape)}; it must be {needed[0]} {needed[1]}"
             )
 
     def readable(self, tensor: Any) -> tuple[ByteArray, str, tuple[int, ...]]:

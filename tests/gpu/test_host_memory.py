@@ -6,7 +6,9 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ class FakeRuntime:
 
     def __init__(self, *refused: str, node: int | None = None) -> None:
         self.registered: dict[int, int] = {}
+        self.waits: list[set[object]] = []
         self.refused, self._node = refused, node
 
     def register(self, address: int, nbytes: int) -> None:
@@ -35,6 +38,10 @@ class FakeRuntime:
     def unregister(self, address: int) -> None:
         self._refuse("unregister")
         del self.registered[address]
+
+    def wait(self, others: Iterable[object]) -> None:
+        self._refuse("wait")
+        self.waits.append({"own", *others})
 
     def pinned(self, nbytes: int) -> np.ndarray:
         self._refuse("pinned")
@@ -142,6 +149,33 @@ def test_a_registration_that_cannot_end_is_told() -> None:
         held.clear()
 
 
+@pytest.mark.parametrize("refused", ["", "register"])
+@pytest.mark.filterwarnings("ignore:host memory. the memory could not be registered:RuntimeWarning")
+def test_memory_is_freed_once_all_gpus_that_saw_it_are_idle(
+    refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = FakeRuntime(refused)
+    memory = host_memory(5000, runtime=runtime)
+    monkeypatch.setattr(torch, "as_tensor", lambda _, device: SimpleNamespace(device=device))
+    memory.tensor("cuda:1")
+    memory.tensor("cuda:3")
+    view = memory.numpy()[7:]
+    del memory
+    gc.collect()
+    assert not runtime.waits
+    del view
+    gc.collect()
+    assert runtime.waits == [{"own", torch.device("cuda:1"), torch.device("cuda:3")}]
+    assert not runtime.registered
+
+
+def test_pinned_memory_that_a_gpu_may_still_read_is_told() -> None:
+    with pytest.warns(RuntimeWarning, match="could not be registered"):
+        held = [host_memory(5000, runtime=FakeRuntime("register", "wait"))]
+    with pytest.warns(RuntimeWarning, match="a GPU may still read host memory that is freed"):
+        held.clear()
+
+
 def test_gpus_find_registered_memory_at_the_address_of_the_host() -> None:
     memory = host_memory(6000, runtime=FakeRuntime())
     said = module._DeviceView(memory.numpy()).__cuda_array_interface__
@@ -230,6 +264,7 @@ from packhorse.errors import ClosedError
 from packhorse.gpu.host_memory import host_memory
 class Runtime:
     def register(self, address, nbytes): pass
+    def wait(self, others): pass
     def unregister(self, address): print("unregistered in", os.getpid() == parent, flush=True)
     def node(self): return None
 parent = os.getpid()

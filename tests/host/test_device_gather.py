@@ -14,9 +14,9 @@ from host_samples import bf16_rows, equal_bits, ways_of_all_modes
 
 from packhorse.codecs.table_plan import TableWay
 from packhorse.gpu.figure_cache import CACHE_VARIABLE, Identity
-from packhorse.gpu.host_memory import host_memory
+from packhorse.gpu.host_memory import MemoryKind, host_memory
 from packhorse.gpu.models import PRESETS
-from packhorse.host import PackedTable, crossover, device_gather, pack_table, table
+from packhorse.host import PackedEmbedding, PackedTable, crossover, device_gather, pack_table, table
 from packhorse.host.crossover import NEVER, SIZES, find_crossover
 from packhorse.host.device_copies import RowRing
 from packhorse.host.device_cost import default_programs, predict_gather
@@ -70,10 +70,22 @@ def test_ids_of_any_shape_and_type_and_outputs() -> None:
     out = torch.zeros(2, 384, dtype=torch.bfloat16, device=DEVICE)
     assert packed.gather([7, 8], out) is out  # ids of the host, rows on the device
     assert equal_bits(out.cpu(), rows[7:9])
+    ids = np.array([3, 5])
+    ids.flags.writeable = False
+    assert equal_bits(packed.gather(ids, out).cpu(), rows[[3, 5]])
     assert packed.read(20, 22, out) is out
     assert equal_bits(out.cpu(), rows[20:22])
     assert packed.gather(on_device().to(torch.int64)).shape == (0, 384)
     assert packed.read(5, 5, device=DEVICE).shape == (0, 384)
+
+
+def test_embeddings_fetch_on_the_device() -> None:
+    rows = bf16_rows(100)
+    bag = PackedEmbedding.from_pretrained(rows, device=DEVICE)
+    bag.table.memory.kind = MemoryKind.PINNED  # as if the device could read it
+    ids = torch.tensor([[3, 99], [3, 0]])
+    for each in (ids, ids.to(DEVICE)):
+        assert equal_bits(bag.fetch(each).cpu(), rows[ids])
 
 
 def test_rows_that_are_asked_for_often_may_travel_once() -> None:
@@ -114,20 +126,22 @@ def test_graphs_look_for_rows_that_are_changed_later(monkeypatch: pytest.MonkeyP
     assert puts == [1, 3]
     with pytest.raises(RuntimeError, match=r"the first gather uploads .* call it once before"):
         pack(bf16_rows(20)).gather(on_device(1))
+    with pytest.raises(RuntimeError, match=r"ids in host memory .* give ids that are on the GPU"):
+        device_gather._bring(np.arange(3), torch.device("cuda"))
 
 
 def test_wrong_ids_and_outputs_are_refused() -> None:
     packed = pack(bf16_rows(20))
     if DEVICE == "cpu":  # a GPU says so later, and is of no use from then on
         for ids in ([20], [0, -1]):
-            with pytest.raises(RuntimeError, match="out of range: the table has rows 0 to 19"):
+            with pytest.raises(RuntimeError, match="out of range: the table has 20 rows"):
                 packed.gather(on_device(*ids))
     out = torch.zeros(1, 384, dtype=torch.bfloat16, device=DEVICE)
     with pytest.raises(IndexError, match="id 20 is out of range: the table has 20 rows"):
         packed.gather([20], out)
-    with pytest.raises(TypeError, match="ids must be integers, not float32"):
+    with pytest.raises(TypeError, match=r"ids must be integers, not torch\.float32"):
         packed.gather(on_device(1).float())
-    with pytest.raises(TypeError, match="ids must be integers, not bool"):
+    with pytest.raises(TypeError, match=r"ids must be integers, not torch\.bool"):
         packed.gather(on_device(1).bool())
     with pytest.raises(ValueError, match=r"out is torch.bfloat16 \(1, 384\); it must be "):
         packed.gather(on_device(1, 2), out)
@@ -137,8 +151,19 @@ def test_wrong_ids_and_outputs_are_refused() -> None:
         packed.gather(on_device(1), out.repeat(1, 2)[:, ::2])
     with pytest.raises(ValueError, match="out is on meta"):
         packed.gather(on_device(1), out.to("meta"))
-    with pytest.raises(ValueError, match="sm_budget is 0; it must be at least 1"):
-        packed.gather(on_device(1), sm_budget=0)
+    for ids in (on_device(1), [1]):
+        with pytest.raises(ValueError, match="sm_budget is 0; it must be at least 1"):
+            packed.gather(ids, sm_budget=0)
+    with pytest.raises(ValueError, match="sm_budget is -1"):
+        packed.read(0, 1, sm_budget=-1)
+    with pytest.raises(ValueError, match="give one: out has a device"):
+        packed.read(0, 1, out, device=DEVICE)
+    with pytest.raises(ValueError, match="device 'foo' is unknown"):
+        packed.read(0, 1, device="foo")
+    with pytest.raises(TypeError, match="out must be a contiguous PyTorch tensor"):
+        packed.read(0, 1, [1])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="tensors on meta have no memory"):
+        packed.read(0, 1, device="meta")
     for start, stop in ((-1, 3), (5, 4), (0, 21)):
         with pytest.raises(IndexError, match=f"rows {start} to {stop} are out of range"):
             packed.read(start, stop, device=DEVICE)
@@ -153,7 +178,7 @@ def test_rows_are_read_on_the_host_too() -> None:
         out = torch.empty(2, 384, dtype=torch.bfloat16)
         assert packed.read(3, 5, out) is out
         assert equal_bits(out, rows[3:5])
-        with pytest.raises(ValueError, match="which needs"):
+        with pytest.raises(ValueError, match="it must be"):
             packed.read(3, 4, out)
 
 

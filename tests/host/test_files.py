@@ -1,5 +1,6 @@
 """Files of packed tables: rows come back, damage is named, and nothing half-written stays."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -187,10 +188,13 @@ def test_parts_that_are_missing_or_do_not_fit_are_named(
     parts: tuple[Path, dict[str, NDArray[np.generic]]],
 ) -> None:
     path, tensors = parts
-    others = {name: tensor for name, tensor in tensors.items() if name != "t.marks"}
-    save_file(others, path)
-    with pytest.raises(CorruptionError, match=r"the file has no tensor 't.marks'"):
-        load_tables(path)
+    for missing in tensors:
+        others = {name: tensor for name, tensor in tensors.items() if name != missing}
+        save_file(others, path)
+        words = f"^{path}: table 't': the file has no tensor '{missing}'"
+        for load in (load_tables, load_table, partial(load_table, name="t")):
+            with pytest.raises(CorruptionError, match=words):
+                load(path)
     save_file(tensors | {"t.marks": tensors["t.marks"].view(np.int32)}, path)
     with pytest.raises(CorruptionError, match=r"tensor 't.marks' is I32; it must be U32"):
         load_tables(path)

@@ -1,5 +1,6 @@
 """Packed tables: rows come back bit for bit, from any source, and can be replaced."""
 
+import copy
 import pickle
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from table_samples import answer_from_table, sparse_rows
 import packhorse
 from packhorse.disk import Shelf
 from packhorse.host import PackedTable, pack_table, plan_table
+from packhorse.host.changed_rows import ChangedRows
 from packhorse.table_layout import TableMode
 
 
@@ -38,6 +40,28 @@ def test_ids_may_have_any_integer_type(dtype: type) -> None:
     rows = bf16_rows(100)
     found = pack_table(rows).gather(np.array([5, 99], dtype))
     assert found.view(np.int16).tolist() == rows[[5, 99]].view(torch.int16).tolist()
+
+
+def test_ids_may_be_what_take_and_index_select_know() -> None:
+    rows = np.arange(80, dtype=np.float32).reshape(10, 8)
+    table = pack_table(rows)
+    for ids in (
+        3,
+        np.int64(3),
+        [2, 9],
+        (2, 9),
+        range(4),
+        [[1, 2], [3, 4]],
+        [],
+        np.arange(10)[::-2],
+    ):
+        np.testing.assert_array_equal(table.gather(ids), np.take(rows, np.array(ids, int), 0))
+    for dtype in (torch.uint16, torch.uint64, torch.int32):
+        found = table.gather(torch.tensor([[7], [0]]).to(dtype))
+        np.testing.assert_array_equal(found, rows[[[7], [0]]])
+    assert table.gather(torch.tensor(4)).tolist() == rows[4].tolist()
+    with pytest.raises(IndexError, match="id 0 is out of range: the table has 0 rows"):
+        pack_table(rows[:0]).update_([0], rows[:1])
 
 
 def test_every_mode_gathers_and_updates() -> None:
@@ -149,7 +173,7 @@ def test_out_receives_the_rows() -> None:
     out = torch.zeros(2, 384, dtype=torch.bfloat16)
     assert table.gather(torch.tensor([1, 2]), out) is out
     assert equal_bits(out, rows[1:3])
-    with pytest.raises(ValueError, match="which needs"):
+    with pytest.raises(ValueError, match="it must be"):
         table.gather(torch.tensor([1]), out)
     with pytest.raises(TypeError, match="contiguous"):
         table.gather(torch.tensor([1, 2]), torch.zeros(384, 2, dtype=torch.bfloat16).T)
@@ -158,11 +182,17 @@ def test_out_receives_the_rows() -> None:
 @pytest.mark.parametrize(
     ("ids", "error", "words"),
     [
-        ([500], IndexError, "id 500, number 0 of 1, is out of range: the table has rows 0 to 499"),
+        ([500], IndexError, "id 500, number 0 of 1, is out of range: the table has 500 rows"),
         ([3, -1], IndexError, "id -1, number 1 of 2"),
         (np.array([1 << 63], np.uint64), IndexError, "out of range"),
         (np.array([1.0]), TypeError, "ids must be integers, not float64"),
         (torch.tensor([True]), TypeError, "ids must be integers, not bool"),
+        ([1, 1 << 70], IndexError, "id 1180591620717411303424 is out of range"),
+        ([1, 1 << 63], IndexError, "id 9223372036854775808 is out of range"),
+        ([True, False], TypeError, r"not bool; mask\.nonzero\(\) has the numbers of a mask"),
+        (slice(0, 3), TypeError, "ids must be integers, not slice"),
+        ([[1], [2, 3]], TypeError, "lists of different lengths"),
+        (np.array([1, 2], object), TypeError, "ids must be integers, not object"),
         (["a"], TypeError, "ids must be integers"),
     ],
 )
@@ -211,8 +241,23 @@ def test_wrong_sources_are_refused(source: object, error: type[Exception], words
 def test_a_way_of_another_table_is_refused() -> None:
     with pytest.raises(ValueError, match="other columns or elements"):
         pack_table(bf16_rows(), way=plan_table(bf16_rows(5, 7))[0])
+    with pytest.raises(TypeError, match="way must be one of those of plan_table, not str"):
+        pack_table(bf16_rows(), way="raw")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="granule is 64"):
         pack_table(bf16_rows(), granule=64)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_deep_copy_is_a_table_of_its_own(shared: bool) -> None:
+    rows, big = bf16_rows(), torch.full((1, 384), 1e30, dtype=torch.bfloat16)
+    table = pack_table(rows, shared=shared)
+    table.update_([7], big)
+    copied = copy.deepcopy([table, table])
+    assert copied[0] is copied[1]
+    table.update_([7, 8], rows[:2])
+    rows[7] = big
+    assert equal_bits(copied[0].gather(torch.arange(500)), rows)
+    assert copied[0].memory.is_shared == table.memory.is_shared
 
 
 def test_a_forked_worker_gathers() -> None:
@@ -275,6 +320,31 @@ def test_a_table_that_others_share_is_not_packed_again_in_place() -> None:
     if table.memory.is_shared:
         with pytest.raises(ValueError, match="other processes may share the packed rows"):
             table.repack_()
+
+
+def test_changed_rows_are_those_kept_last() -> None:
+    """Against a dict, while they become many and few again."""
+    rng = np.random.default_rng(5)
+    kept, expected = ChangedRows(300, 3), dict[int, bytes]()
+    for step in range(200):
+        at = rng.choice(300, rng.integers(0, 12), replace=False)
+        if step % 50 < 35:
+            rows = rng.integers(0, 256, (len(at), 3), np.uint8)
+            kept.keep(at, rows)
+            expected |= dict(zip(at.tolist(), map(bytes, rows), strict=True))
+        else:
+            gone = [expected.pop(number, b"") for number in at.tolist()]
+            assert kept.drop(at) == any(gone)
+        numbers, rows = kept.in_order()
+        assert numbers.tolist() == sorted(expected)
+        assert [bytes(row) for row in rows] == [expected[number] for number in sorted(expected)]
+        found = np.zeros((300, 3), np.uint8)
+        kept.put_into(np.arange(300), found)
+        assert found.tobytes() == b"".join(expected.get(i, bytes(3)) for i in range(300))
+        assert kept.fast_nbytes == 11 * len(kept) == 11 * len(expected)
+        assert kept.nbytes <= 4 * kept.fast_nbytes + 600 * (len(kept) > 0)
+    kept.drop(np.arange(300))
+    assert kept.nbytes == 0
 
 
 def test_a_table_may_take_over_another_one() -> None:

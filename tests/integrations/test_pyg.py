@@ -157,6 +157,13 @@ def test_rows_are_replaced_and_removed() -> None:
     rows[[4, 2]] = new
     assert store.update_tensor(new, "node", "x", torch.tensor([4, 2]))
     store["node", "x", 7] = rows[7] = new[0]
+    mask = torch.zeros(20, dtype=torch.bool)
+    mask[5] = True
+    for index in (slice(1, 9, 3), torch.tensor([-1, 0]), mask, [11]):
+        rows[index] = torch.rand(rows[index].shape)
+        store["node", "x", index] = rows[index]
+    with pytest.raises(IndexError, match="id 20 is out of range: the table has 20 rows"):
+        store["node", "x", torch.tensor([20])] = rows[:1]
     store["node", "y", slice(0, 2)] = torch.tensor([8, 9])
     assert torch.equal(store["node", "x", None], rows)
     assert store["node", "y", None][:3].tolist() == [8, 9, 2]

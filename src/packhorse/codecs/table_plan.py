@@ -107,7 +107,7 @@ def choose_way(
         ValueError: there is no such granule.
     """
     if granule not in GRANULES:
-        raise ValueError(f"granule is {granule}; it must be one of {GRANULES}")
+        raise ValueError(f"granule is {granule!r}; it must be one of {GRANULES}")
     most = MAX_MARKED_SHARE if will_change else 1.0
     ways = [way for way in list_ways(sample, dtype) if way.is_allowed and way.marked_share <= most]
 

@@ -344,8 +344,8 @@ def _in_memory(
 def _require_found(bad: int, ids: NDArray[np.int64], n_rows: int) -> None:
     if bad != len(ids):
         raise IndexError(
-            f"id {ids[bad]}, number {bad} of {len(ids)}, is out of range: the table has rows 0 to"
-            f" {n_rows - 1}"
+            f"id {ids[bad]}, number {bad} of {len(ids)}, is out of range: the table has"
+            f" {n_rows} rows"
         )
 
 
@@ -481,7 +481,7 @@ def _why_invalid(format: TableFormat) -> str | None:
             f"triples of codes of {format.code_bits} bits beside {format.rest_bits} bits",
         ),
         (
-            not format.has_triples or set(format.values[TRIPLE_CODES:]) == {format.values[0]},
+            not format.has_triples or set(format.values[TRIPLE_CODES:]) == set(format.values[:1]),
             f"triples of more than {TRIPLE_CODES} values",
         ),
         (mode is TableMode.DENSE or not format.has_sign, "a sign of the rest"),

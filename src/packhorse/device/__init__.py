@@ -9,8 +9,7 @@ product. PyTorch is imported at first use.
 
 from typing import TYPE_CHECKING, Any
 
-from packhorse.errors import MissingBackendError
-from packhorse.late_import import import_late
+from packhorse.late_import import late_name
 
 if TYPE_CHECKING:
     from packhorse.device.crossover import calibrate_offload
@@ -75,13 +74,4 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        return getattr(import_late(f"{__name__}.{_MODULES[name]}"), name)
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise MissingBackendError(
-            "packhorse.device needs PyTorch; install it with: pip install 'packhorse[torch]'"
-        ) from error
+    return late_name(__name__, _MODULES, name)

@@ -51,7 +51,7 @@ from packhorse.disk.snapshots import (
 )
 from packhorse.disk.unpack import unpack_file
 from packhorse.disk.verify import verify_file
-from packhorse.late_import import import_late
+from packhorse.late_import import late_name
 
 if TYPE_CHECKING:
     from packhorse.disk.dcp import PackhorseReader, PackhorseWriter
@@ -102,9 +102,12 @@ __all__ = [
 ]
 
 
+_MODULES = {
+    "PackhorseReader": "dcp",
+    "PackhorseWriter": "dcp",
+    "ShelfDataset": "shelf.dataset",
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name in ("PackhorseReader", "PackhorseWriter"):
-        return getattr(import_late("packhorse.disk.dcp"), name)
-    if name == "ShelfDataset":
-        return import_late("packhorse.disk.shelf.dataset").ShelfDataset
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return late_name(__name__, _MODULES, name)

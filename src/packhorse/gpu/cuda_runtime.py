@@ -7,6 +7,7 @@ refuses raises `RuntimeRefusal`, with CUDA's own words.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,7 +35,14 @@ class CudaRuntime(Protocol):
         """
 
     def unregister(self, address: int) -> None:
-        """Ends what `register` began, once the GPU no longer reads.
+        """Ends what `register` began. No GPU may read the memory any more.
+
+        Raises:
+            RuntimeRefusal: CUDA cannot, for example because the program is ending.
+        """
+
+    def wait(self, others: Iterable[Any]) -> None:
+        """Waits until the GPU, and other CUDA devices of PyTorch, have done all that was launched.
 
         Raises:
             RuntimeRefusal: CUDA cannot, for example because the program is ending.
@@ -64,11 +72,14 @@ class _TorchRuntime:
             )
         self._check(result)
 
-    def unregister(self, address: int) -> None:
+    def wait(self, others: Iterable[Any]) -> None:
         try:
-            self._torch.cuda.synchronize(self._device)
+            for device in {self._device, *others}:
+                self._torch.cuda.synchronize(device)
         except RuntimeError as error:
             raise RuntimeRefusal(str(error)) from error
+
+    def unregister(self, address: int) -> None:
         self._check(self._torch.cuda.cudart().cudaHostUnregister(address))
 
     def pinned(self, nbytes: int) -> Any:

@@ -30,7 +30,7 @@ from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,11 +107,13 @@ class HostMemory:
         notes: tuple[str, ...],
         *,
         is_inherited: bool,
+        readers: set[Any] | None = None,
     ) -> None:
         self.nbytes, self.kind, self.node, self.notes = nbytes, kind, node, notes
         self._bytes: NDArray[np.uint8] = np.frombuffer(owner, np.uint8, nbytes, offset)
         self._descriptor, self._offset = getattr(owner, "descriptor", None), offset
         self._pid = None if is_inherited else os.getpid()
+        self._readers: set[Any] = set() if readers is None else readers
 
     @property
     def is_inherited(self) -> bool:
@@ -162,7 +164,9 @@ class HostMemory:
             raise ValueError(
                 f"{target} cannot read pageable memory: {' '.join(self.notes) or 'there is no GPU'}"
             )
-        return torch.as_tensor(_DeviceView(held), device=target)
+        view = torch.as_tensor(_DeviceView(held), device=target)
+        self._readers.add(view.device)
+        return view
 
     @property
     def huge_nbytes(self) -> int | None:
@@ -182,7 +186,7 @@ class HostMemory:
         if get_spawning_popen() is None:
             raise TypeError(
                 "memory of the host is not pickled, except for a process that is being spawned; "
-                "save what it was filled from"
+                "save what it was filled from (a table: packhorse.host.save_tables)"
             )
         if self._descriptor is None:
             raise TypeError(
@@ -267,11 +271,11 @@ def host_memory(
     if node is None and runtime is not None:
         node = runtime.node()
     offset, mapping, bound = _map(nbytes, node, huge_pages, shared, threads, notes)
-    kind = MemoryKind.PAGEABLE
+    kind, readers = MemoryKind.PAGEABLE, set[Any]()
     if runtime is not None:
         start = ctypes.addressof(ctypes.c_char.from_buffer(mapping, offset))
         try:
-            _register(runtime, mapping, start, nbytes, shared)
+            _register(runtime, mapping, start, nbytes, shared, readers)
             kind = MemoryKind.REGISTERED
         except RuntimeRefusal as error:
             notes.append(f"the memory could not be registered ({error})")
@@ -281,7 +285,11 @@ def host_memory(
             notes.append("it is pageable, because forked processes do not share pinned memory")
             _warn(notes)
     is_inherited = shared or kind is MemoryKind.PAGEABLE
-    return HostMemory(mapping, offset, nbytes, kind, bound, tuple(notes), is_inherited=is_inherited)
+    return HostMemory(
+        *(mapping, offset, nbytes, kind, bound, tuple(notes)),
+        is_inherited=is_inherited,
+        readers=readers,
+    )
 
 
 def _map(
@@ -389,7 +397,12 @@ def _touch(mapping: _Mapping, start: int, offset: int, nbytes: int, threads: int
 
 
 def _register(
-    runtime: CudaRuntime, mapping: _Mapping, start: int, nbytes: int, shared: bool
+    runtime: CudaRuntime,
+    mapping: _Mapping,
+    start: int,
+    nbytes: int,
+    shared: bool,
+    readers: set[Any],
 ) -> None:
     runtime.register(start, nbytes)
     owner = os.getpid()
@@ -398,6 +411,7 @@ def _register(
         if os.getpid() != owner:  # a fork has no CUDA
             return
         try:
+            runtime.wait(readers)
             runtime.unregister(start)
         except RuntimeRefusal as error:
             warnings.warn(f"host memory stays registered: {error}", RuntimeWarning, stacklevel=2)
@@ -439,7 +453,26 @@ def _pinned_or_pageable(
     notes.append("CUDA has allocated it, in small pages and perhaps more than was asked for")
     _warn(notes)
     np.frombuffer(pinned, np.uint8, nbytes).fill(0)
-    return HostMemory(pinned, 0, nbytes, MemoryKind.PINNED, None, tuple(notes), is_inherited=False)
+    readers = set[Any]()
+    # PyTorch gives the memory to others at once: it does not know of kernels that read it.
+    finalize(pinned, _wait, runtime, readers, os.getpid()).atexit = False
+    return HostMemory(
+        *(pinned, 0, nbytes, MemoryKind.PINNED, None, tuple(notes)),
+        is_inherited=False,
+        readers=readers,
+    )
+
+
+def _wait(runtime: CudaRuntime, readers: set[Any], owner: int) -> None:
+    """Waits for the GPUs that may read memory which is freed next."""
+    if os.getpid() != owner:  # a fork has no CUDA
+        return
+    try:
+        runtime.wait(readers)
+    except RuntimeRefusal as error:
+        warnings.warn(
+            f"a GPU may still read host memory that is freed: {error}", RuntimeWarning, stacklevel=2
+        )
 
 
 def _warn(notes: list[str]) -> None:

@@ -4,11 +4,10 @@ memory; embeddings of PyTorch with such rows, which import PyTorch at first use.
 from typing import TYPE_CHECKING, Any
 
 from packhorse.codecs.table_plan import TableWay
-from packhorse.framework import resolve_framework
 from packhorse.gpu.host_memory import HostMemory, MemoryKind, host_memory
 from packhorse.host.files import load_table, load_tables, save_tables
 from packhorse.host.table import PackedTable, pack_table, plan_table
-from packhorse.late_import import import_late
+from packhorse.late_import import late_name
 
 if TYPE_CHECKING:
     from packhorse.host.embedding import (
@@ -53,7 +52,4 @@ _MODULES = {  # those that need PyTorch
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    resolve_framework("pt")
-    return getattr(import_late(f"{__name__}.{_MODULES[name]}"), name)
+    return late_name(__name__, _MODULES, name)

@@ -27,6 +27,7 @@ from packhorse.host.changed_rows import ChangedRows
 from packhorse.host.crossover import NEVER, crossover_of, find_crossover
 from packhorse.host.device_copies import RowRing
 from packhorse.host.device_cost import default_programs
+from packhorse.host.places import require_integers
 from packhorse.host.row_numbers import numbers_of, require_rows
 from packhorse.kernels.vendor import why_no_kernels
 from packhorse.table_layout import TableFormat, TableMode
@@ -35,7 +36,6 @@ from packhorse.torch_framework import FRAMEWORK
 
 __all__ = ["DeviceGathers", "DeviceTable", "OnHost", "device_with_number", "flat_ids", "why_not"]
 
-_IDS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _CALIBRATED_NBYTES = 16 << 20
 OnHost: TypeAlias = Callable[[NDArray[np.int64], NDArray[np.uint8]], None]
 
@@ -73,8 +73,7 @@ def flat_ids(ids: torch.Tensor) -> torch.Tensor:
     Raises:
         TypeError: they are not integers.
     """
-    if ids.dtype not in _IDS:
-        raise TypeError(f"ids must be integers, not {str(ids.dtype).removeprefix('torch.')}")
+    require_integers(ids)
     return ids.detach().reshape(-1).to(torch.int64).contiguous()
 
 
@@ -137,7 +136,7 @@ class DeviceTable:
         if not checked:
             torch._assert_async(
                 ((ids >= 0) & (ids < self._n_rows)).all(),
-                f"an id is out of range: the table has rows 0 to {self._n_rows - 1}",
+                f"an id is out of range: the table has {self._n_rows} rows",
             )
         self._decode(ids, out, n_programs)
 
@@ -188,13 +187,12 @@ class DeviceTable:
 
     def refresh(self, changed: ChangedRows) -> None:
         """Takes other changed rows. No gather may run."""
-        numbers, rows = changed.numbers, changed.rows
         words = [0, 0, 0]
         self._changed = ()
-        if len(numbers):
-            arrays = (torch.from_numpy(array.copy()) for array in (numbers, rows))
+        if len(changed):
+            arrays = (torch.from_numpy(array) for array in changed.in_order())
             self._changed = tuple(array.to(self._device) for array in arrays)
-            words = [len(numbers), *(tensor.data_ptr() for tensor in self._changed)]
+            words = [len(changed), *(tensor.data_ptr() for tensor in self._changed)]
         self._head.copy_(torch.tensor(words))
         self.wait()  # other streams may gather next
 
@@ -248,11 +246,10 @@ class DeviceGathers:
         if checked := not (isinstance(ids, torch.Tensor) and ids.device == device):
             numbers, shape = numbers_of(ids)
             require_rows(numbers, len(self._arrays.rows))
-            flat = torch.from_numpy(numbers).to(device)
+            flat = _bring(numbers, device)
         else:
             flat, shape = flat_ids(ids), tuple(ids.shape)
         dst = self._out(out, (*shape, self._format.n_columns), device)
-        _require_budget(n_programs)
 
         def run(table: DeviceTable) -> None:
             rows = self._as_integers(dst)
@@ -287,7 +284,6 @@ class DeviceGathers:
         """
         device = device_with_number(device)
         dst = self._out(out, (stop - start, self._format.n_columns), device)
-        _require_budget(n_programs)
 
         def run(table: DeviceTable) -> None:
             copied = copies
@@ -359,6 +355,8 @@ class DeviceGathers:
 
     def _out(self, out: Any, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
         """The tensor that receives rows, checked, or a new one."""
+        if device.type == "meta":
+            raise ValueError("tensors on meta have no memory for rows; give ids and out that have")
         FRAMEWORK.check_form(self._dtype, shape)
         wanted = TORCH_DTYPES[self._dtype]
         if out is None:
@@ -380,16 +378,19 @@ class DeviceGathers:
         return out.detach().view(kind).view(-1, self._format.n_columns)
 
 
-def _require_budget(n_programs: int | None) -> None:
-    if n_programs is not None and n_programs < 1:
-        raise ValueError(f"sm_budget is {n_programs}; it must be at least 1")
+def _bring(numbers: NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """Ids of the host on a device. Through pinned memory, as a copy from other memory would wait
+    for all that the stream has to do."""
+    if device.type != "cuda":
+        return torch.tensor(numbers, device=device)
+    _refuse_capture(device, "ids in host memory are copied", "give ids that are on the GPU")
+    pinned = torch.tensor(numbers, device="cpu", pin_memory=True)
+    return pinned.to(device, non_blocking=True)
 
 
-def _refuse_capture(device: torch.device, why: str) -> None:
+def _refuse_capture(device: torch.device, why: str, remedy: str = "call it once before") -> None:
     if _is_captured(device):
-        raise RuntimeError(
-            f"{why} on {device}, which a CUDA graph cannot contain: call it once before"
-        )
+        raise RuntimeError(f"{why} on {device}, which a CUDA graph cannot contain: {remedy}")
 
 
 def _measure(device: torch.device) -> int:

@@ -3,6 +3,7 @@ read block by block of rows."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from packhorse.codecs.tables import checksums, decode_header
 from packhorse.errors import CorruptionError, PackhorseError
 from packhorse.gpu.host_memory import host_memory
 from packhorse.host.table import PackedTable
-from packhorse.host.table_state import header_bytes, make_table, small_parts
+from packhorse.host.table_state import TABLE_PARTS, header_bytes, make_table, small_parts
 from packhorse.layout import DTYPE_BY_NAME
 from packhorse.storage.locations import open_place, writing
 from packhorse.storage.safetensors_header import FileHeader, TensorEntry, build_header
@@ -157,9 +158,11 @@ def load_tables(
     progress: Progress | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, PackedTable]:
-    """Reads all packed tables of a file into memory of the host. Other tensors are not read.
+    """Reads all packed tables of a file into memory of the host. Other tensors are not read. Every
+    checksum is checked.
 
-    Every checksum is checked.
+    A name of which the file has two or more of a table's seven tensors is that of a table; if it
+    lacks one of them, the file is damaged.
 
     Args:
         path: the file, at a path or a URL that fsspec knows.
@@ -175,7 +178,7 @@ def load_tables(
     Raises:
         CompatibilityError: a table is of a later version.
         CorruptionError: the file is damaged, or is not a safetensors file; the message names
-            the table, and the rows of a damaged block.
+            the table, and the tensor that is missing or the rows of a damaged block.
         MemoryError: the rows do not fit in memory.
         OSError: the file cannot be read, or it changed meanwhile.
     """
@@ -243,16 +246,15 @@ class _Loader:
         self._entries = {entry.name: entry for entry in header.entries}
 
     def names(self) -> list[str]:
-        """The names of all tables."""
-        ends = (".table", ".rows")
-        found = {
-            end: {n.removesuffix(end) for n in self._entries if n.endswith(end)} for end in ends
-        }
-        return sorted(found[ends[0]] & found[ends[1]])
+        """The names of all tables, also of those that lack a tensor."""
+        parts = (name.rpartition(".") for name in self._entries)
+        counts = Counter(name for name, dot, part in parts if dot and part in TABLE_PARTS)
+        return sorted(name for name, n in counts.items() if n > 1)
 
     def load(self, names: list[str], progress: Progress | None) -> dict[str, PackedTable]:
         """Reads tables."""
-        total = sum(self._entries[f"{name}.rows"].nbytes for name in names)
+        rows = [self._entries.get(f"{name}.rows") for name in names]
+        total = sum(entry.nbytes for entry in rows if entry is not None)
         done = 0
 
         def advance(nbytes: int) -> None:

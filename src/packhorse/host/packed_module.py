@@ -156,12 +156,17 @@ class PackedModule(nn.Module):
         device = self.place_for(ids)
         if device.type == "meta":
             return torch.empty((*ids.shape, self.embedding_dim), dtype=self.dtype, device=device)
-        if self.table.memory.kind is not MemoryKind.PAGEABLE:  # then the device itself may gather
-            ids = ids.to(device)
         if self.hot is not None and self.hot.table is self.table:
             return self.hot.gather(ids).to(device)
-        rows: Tensor = self.table.gather(ids, threads=torch.get_num_threads())
-        return rows.to(device)
+        threads = torch.get_num_threads()
+        if self.table.memory.kind is MemoryKind.PAGEABLE:
+            rows: Tensor = self.table.gather(ids, threads=threads)
+            return rows.to(device)
+        # The device itself may gather. Ids in host memory are checked there, before they travel.
+        out = torch.empty((*ids.shape, self.embedding_dim), dtype=self.dtype, device=device)
+        near = ids if ids.device.type == "cpu" else ids.to(device)
+        found: Tensor = self.table.gather(near, out, threads=threads)
+        return found
 
     @property
     def _readers(self) -> torch.device | str | None:

@@ -7,6 +7,7 @@ touches, not by the ratio.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from packhorse.codecs.tables import (
     sum_into,
 )
 from packhorse.framework import framework_of, resolve_framework
-from packhorse.gpu.host_memory import HostMemory, host_memory
+from packhorse.gpu.host_memory import HostMemory, MemoryKind, host_memory
 from packhorse.host.changed_rows import ChangedRows
 from packhorse.host.row_numbers import numbers_of, require_rows
 from packhorse.host.sources import RowSource
@@ -62,7 +63,7 @@ class PackedTable:
     def __init__(self, dtype: str, way: TableWay, arrays: TableArrays, memory: HostMemory) -> None:
         self.dtype, self.way, self.memory = dtype, way, memory
         self._arrays = arrays
-        self._changed = ChangedRows(way.format.row_nbytes)
+        self._changed = ChangedRows(len(arrays.rows), way.format.row_nbytes)
         self._gathers: DeviceGathers | None = None
         self.shape = (len(arrays.rows), way.format.n_columns)
         self.n_updates = 0
@@ -75,22 +76,18 @@ class PackedTable:
     @property
     def nbytes(self) -> int:
         """Bytes that the packed table takes, with everything that gathering needs."""
-        return self._arrays.rows.nbytes + self.fast_nbytes
+        packed = self._arrays.rows.nbytes + self._arrays.fast_nbytes
+        return packed + self._changed.nbytes
 
     @property
     def fast_nbytes(self) -> int:
         """Bytes that belong in device memory when a GPU gathers."""
-        return self._arrays.fast_nbytes + self._changed.nbytes
+        return self._arrays.fast_nbytes + self._changed.fast_nbytes
 
     @property
     def n_unpacked_rows(self) -> int:
         """Rows that were changed and do not fit the table; they are kept plain."""
         return len(self._changed)
-
-    @property
-    def changed_rows(self) -> ChangedRows:
-        """These rows."""
-        return self._changed
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -107,11 +104,11 @@ class PackedTable:
         """Rows by number, bit for bit: on the host, or on the GPU that `ids` or `out` are on.
 
         A GPU reads the packed rows from memory of the host and decodes them, on the current stream
-        (`with torch.cuda.stream(...)` names another one). Nothing waits for it, so a CUDA graph can
-        contain a gather, once one has run before. The graph stays right after `update_`; the table
-        must outlive it. A table whose memory the GPU cannot read, because it was packed with
-        device="cpu", is gathered by the host, and the rows are copied; a `RuntimeWarning` says so
-        once.
+        (`with torch.cuda.stream(...)` names another one). Nothing waits for it. A CUDA graph can
+        contain a gather of ids that are on the GPU, once one has run before. The graph stays right
+        after `update_`; the table must outlive it. A table whose memory the GPU cannot read,
+        because it was packed with device="cpu", is gathered by the host, and the rows are copied; a
+        `RuntimeWarning` says so once.
 
         Args:
             ids: integers, of any shape, of NumPy or PyTorch, or a list: 0 to `len(table) - 1`, in
@@ -139,6 +136,7 @@ class PackedTable:
                 or `sm_budget` is less than 1.
         """
         self.memory.numpy()  # refuses in a fork
+        _require_budget(sm_budget)
         for tensor in (ids, out):
             if is_on_device(tensor):
                 return self._on_devices().gather(
@@ -186,21 +184,28 @@ class PackedTable:
         Raises:
             ClosedError: as `gather`.
             IndexError: there are no such rows.
-            TypeError, ValueError: `out` is no such tensor, or `sm_budget` is less than 1.
+            MissingBackendError: PyTorch is not installed.
+            TypeError, ValueError: `out` is no such tensor, or is given together with `device`;
+                there is no such device; or `sm_budget` is less than 1.
         """
         self.memory.numpy()
+        _require_budget(sm_budget)
+        start, stop = operator.index(start), operator.index(stop)
         if not 0 <= start <= stop <= len(self):
             raise IndexError(
                 f"rows {start} to {stop} are out of range: the table has {len(self)} rows"
             )
-        torch = import_late("torch")
-        target = torch.device("cpu" if device is None else device) if out is None else out.device
-        shape = (stop - start, self.shape[1])
-        if is_on_device(target):
-            return self._on_devices().read(
-                start, stop, out, target, sm_budget, copies, self._on_host(threads)
-            )
         framework = resolve_framework("pt")
+        if out is not None and device is not None:
+            raise ValueError(f"out and device={device!r} are given; give one: out has a device")
+        framework.check_device(device)
+        shape = (stop - start, self.shape[1])
+        target: Any = getattr(out, "device", None)
+        if device is not None:
+            target = import_late("torch").device(device)
+        if is_on_device(target):
+            on_host = self._on_host(threads)
+            return self._on_devices().read(start, stop, out, target, sm_budget, copies, on_host)
         if out is None:
             out = framework.empty(self.dtype, shape)
         else:
@@ -326,9 +331,9 @@ class PackedTable:
         if self._gathers is not None:
             self._gathers.wait()
         self._arrays.rows[numbers[fits]] = packed[fits]
-        self._changed.drop(numbers[fits])
+        were_kept = self._changed.drop(numbers[fits])
         self._changed.keep(numbers[~fits], plain[~fits])
-        if self._gathers is not None:
+        if self._gathers is not None and (were_kept or not fits.all()):
             self._gathers.refresh(self._changed)
 
     def repack_(self) -> None:
@@ -379,7 +384,7 @@ class PackedTable:
         """What `repack_` makes of the table, which stays as it is: numbers of rows, ascending, how
         they are packed, and arrays with the exceptions of all rows. The rows in these arrays are
         the old ones."""
-        numbers, plain = self._changed.numbers, self._changed.rows
+        numbers, plain = self._changed.in_order()
         if not len(numbers):
             return numbers, np.empty((0, self.way.format.stride), np.uint8), self._arrays
         packed, arrays = replace_rows(self._arrays, self.way.format, numbers, plain)
@@ -392,9 +397,21 @@ class PackedTable:
     def __copy__(self) -> PackedTable:
         return self  # two tables could not share rows that change
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedTable:
+        device = "cpu" if self.memory.kind is MemoryKind.PAGEABLE else "cuda"
+        memory = host_memory(self.memory.nbytes, device=device, shared=self.memory.is_shared)
+        np.copyto(memory.numpy(), self.memory.numpy())
+        others = self._arrays[1:]  # which are never written to
+        changed = self._changed.in_order()
+        memo[id(self)] = copied = _attach(
+            self.dtype, self.way, memory, self.shape[0], others, changed
+        )
+        return copied
+
     def __reduce__(self) -> tuple[Any, ...]:
         others = self._arrays[1:]  # than the rows, which lie in `memory`
-        return _attach, (self.dtype, self.way, self.memory, self.shape[0], others, self._changed)
+        changed = self._changed.in_order()
+        return _attach, (self.dtype, self.way, self.memory, self.shape[0], others, changed)
 
     def __repr__(self) -> str:
         plain = self.shape[0] * self.way.format.row_nbytes
@@ -447,12 +464,14 @@ def pack_table(
 
     Raises:
         MemoryError: the packed rows do not fit in memory.
-        TypeError: the source is no such matrix.
+        TypeError: the source is no such matrix, or `way` is none of a table.
         ValueError: it has no columns or more than 65,536, or an argument is out of range.
     """
     rows = RowSource(source)
     if way is None:
         way = choose_way(rows.sample(), rows.dtype, granule, will_change=will_change)
+    elif not isinstance(way, TableWay):
+        raise TypeError(f"way must be one of those of plan_table, not {type(way).__name__}")
     elif (way.format.n_columns, way.format.element_nbytes) != (rows.n_columns, rows.element_nbytes):
         raise ValueError("the way is for a table with other columns or elements")
     n_threads = resolve_threads(threads)
@@ -478,17 +497,22 @@ def _attach(
     memory: HostMemory,
     n_rows: int,
     others: tuple[Any, ...],
-    changed: ChangedRows,
+    changed: tuple[NDArray[np.int64], _Bytes],
 ) -> PackedTable:
-    """A table of the process that has spawned this one."""
+    """A table of rows that lie in memory; also that of the process that has spawned this one."""
     table = PackedTable(dtype, way, TableArrays(_rows_in(memory, n_rows, way), *others), memory)
-    table._changed = changed
+    table._changed.keep(*changed)
     return table
 
 
 def _threads_for(nbytes: int, threads: int | None) -> int:
     """Threads for a gather: one for each piece that takes longer than to start a thread."""
     return max(1, min(resolve_threads(threads), nbytes >> 18))
+
+
+def _require_budget(n_programs: int | None) -> None:
+    if n_programs is not None and operator.index(n_programs) < 1:
+        raise ValueError(f"sm_budget is {n_programs}; it must be at least 1")
 
 
 def is_on_device(where: Any) -> bool:

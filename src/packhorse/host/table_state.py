@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "TABLE_PARTS",
     "drop_table",
     "header_bytes",
     "holds_table",
@@ -40,7 +41,7 @@ __all__ = [
 
 _HEADER, _ROWS, _CRCS = "table", "rows", "crcs"
 _EXCEPTIONS = ("marks", "exception_starts", "exception_columns", "exception_elements")
-_NAMES = (_HEADER, _ROWS, *_EXCEPTIONS, _CRCS)
+TABLE_PARTS = (_HEADER, _ROWS, *_EXCEPTIONS, _CRCS)
 _SAMPLE_NBYTES = 1 << 20  # of packed rows, to say what a fetch touches
 _Arrays = dict[str, NDArray[Any]]
 
@@ -123,12 +124,12 @@ def split_table(table: PackedTable, name: str) -> _Arrays:
 
 def holds_table(state: Mapping[str, Any], name: str) -> bool:
     """Whether a mapping has an array of the table `name`."""
-    return any(f"{name}.{part}" in state for part in _NAMES)
+    return any(f"{name}.{part}" in state for part in TABLE_PARTS)
 
 
 def drop_table(state: MutableMapping[str, Any], name: str) -> None:
     """Removes the arrays of the table `name` from a mapping."""
-    for part in _NAMES:
+    for part in TABLE_PARTS:
         state.pop(f"{name}.{part}", None)
 
 
@@ -147,7 +148,7 @@ def join_table(
         CompatibilityError, TruncationError: as for a file.
         MemoryError: the rows do not fit in memory.
     """
-    parts = {part: _part(state, name, part) for part in _NAMES}
+    parts = {part: _part(state, name, part) for part in TABLE_PARTS}
     header = decode_header(parts.pop(_HEADER).tobytes())
     given = parts.pop(_ROWS)
     if given.dtype != np.uint8 or given.shape != (header.n_rows, header.format.stride):

@@ -29,7 +29,7 @@ from packhorse.torch_dtypes import TORCH_DTYPES
 if TYPE_CHECKING:
     from packhorse.host.table import PackedTable
 
-__all__ = ["TableTensor"]
+__all__ = ["TableTensor", "numbers_at"]
 
 _aten = torch.ops.aten
 _BLOCK_NBYTES = 16 << 20  # of plain rows that are compared at once
@@ -90,8 +90,8 @@ class TableTensor(Tensor):
 
     def _take(self, ids: Tensor, out: Tensor | None = None) -> Tensor:
         """Rows by number, on this tensor's device, with as many threads as PyTorch uses."""
-        if ids.device.type == "cpu" and self.device.type != "cpu":
-            ids = ids.to(self.device)
+        if out is None and ids.device.type == "cpu" and self.device.type != "cpu":
+            out = torch.empty((*ids.shape, self.shape[1]), dtype=self.dtype, device=self.device)
         found: Tensor = self.table.gather(ids, out, threads=torch.get_num_threads())
         return found.to(ids.device) if out is None else found
 
@@ -206,20 +206,56 @@ def _index(x: TableTensor, index: Any) -> Tensor:
     if isinstance(first, slice):
         if first == slice(None) and not rest:
             return _share(x)
-        start, stop, step = first.indices(len(x))
-        if step < 1:
-            raise ValueError(f"the step of a slice is {step}; it must be greater than zero")
-        if rest and len(range(start, stop, step)) > _MAX_ROWS_FOR_COLUMNS:
-            x._refuse(f"columns of {len(range(start, stop, step))} rows")
-        return x._take(_range(start, max(start, stop), step))[:, *rest].as_subclass(DecodedRows)
+        n = len(range(*first.indices(len(x))))
+        if rest and n > _MAX_ROWS_FOR_COLUMNS:
+            x._refuse(f"columns of {n} rows")
+        return x._take(numbers_at(first, len(x)))[:, *rest].as_subclass(DecodedRows)
     if _is_number(first):
-        row = _row_number(operator.index(first), len(x))
-        rows = x._take(_range(row, row + 1))
-        return rows[0, *rest].as_subclass(DecodedRows)
+        return x._take(numbers_at(first, len(x)))[0, *rest].as_subclass(DecodedRows)
     if any(not isinstance(part, slice) for part in rest):
         x._refuse("rows and columns that are named in pairs")
-    found = _select(x, first if isinstance(first, Tensor) else torch.as_tensor(first, device="cpu"))
+    found = x._take(numbers_at(first, len(x)))
     return found[..., *rest] if rest else found
+
+
+def numbers_at(index: Any, n_rows: int) -> Tensor:
+    """The numbers of the rows that `x[index]` has.
+
+    Args:
+        index: a slice, a number, a mask of rows, or numbers, of which negative ones count from the
+            end; not a tuple.
+        n_rows: rows of `x`.
+
+    Returns:
+        Numbers of the shape of `index`; one-dimensional for slices, masks and a single number.
+        They may be out of range if they come from a tensor or a list.
+
+    Raises:
+        IndexError: there is no such row, or the mask is none of these rows.
+        ValueError: the step of a slice is not positive.
+    """
+    if isinstance(index, slice):
+        start, stop, step = index.indices(n_rows)
+        if step < 1:
+            raise ValueError(f"the step of a slice is {step}; it must be greater than zero")
+        return _range(start, max(start, stop), step)
+    if _is_number(index):
+        row = _row_number(operator.index(index), n_rows)
+        return _range(row, row + 1)
+    ids = index if isinstance(index, Tensor) else torch.as_tensor(index, device="cpu")
+    if ids.dtype in (torch.bool, torch.uint8):
+        if ids.shape != (n_rows,) or ids.dtype == torch.uint8:
+            raise IndexError(
+                f"a mask of rows is a torch.bool vector of {n_rows}, not {ids.dtype} of shape "
+                f"{tuple(ids.shape)}"
+            )
+        return ids.nonzero()[:, 0]
+    if not ids.numel():
+        return ids.to(torch.int64)  # from the floats that an empty list becomes
+    if ids.is_floating_point() or ids.is_complex():
+        return ids  # which gathers refuse
+    ids = ids.to(torch.int64)  # a narrow one could not hold the number of rows
+    return torch.where((ids < 0) & (ids >= -n_rows), ids + n_rows, ids)
 
 
 def _range(start: int, stop: int, step: int = 1) -> Tensor:
@@ -234,23 +270,6 @@ def _row_number(number: int, n_rows: int) -> int:
     if not -n_rows <= number < n_rows:
         raise IndexError(f"row {number} of a packed table of {n_rows} rows")
     return number % n_rows
-
-
-def _select(x: TableTensor, ids: Tensor) -> Tensor:
-    """`x[ids]`, where negative numbers count from the end, or where `ids` is a mask of rows."""
-    if ids.dtype in (torch.bool, torch.uint8):
-        if ids.shape != (len(x),) or ids.dtype == torch.uint8:
-            raise IndexError(
-                f"a mask of rows is a torch.bool vector of {len(x)}, not {ids.dtype} of shape "
-                f"{tuple(ids.shape)}"
-            )
-        return x._take(ids.nonzero()[:, 0])
-    if not ids.numel():
-        ids = ids.to(torch.int64)  # from the floats that an empty list becomes
-    if ids.is_floating_point() or ids.is_complex():
-        return x._take(ids)  # refuses
-    ids = ids.to(torch.int64)  # a narrow one could not hold the number of rows
-    return x._take(torch.where(ids < 0, ids + len(x), ids))
 
 
 # The operators that work on the table.
@@ -300,7 +319,7 @@ def _index_tensor(x: TableTensor, indices: list[Tensor | None]) -> Tensor:
     if len(indices) != 1 or indices[0] is None:
         _refuse_one((x, indices), "rows and columns that are named in pairs")
     _require(x, indices[0])
-    return _select(x, indices[0])
+    return x._take(numbers_at(indices[0], len(x)))
 
 
 def _embedding(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from packhorse.errors import MissingBackendError
 from packhorse.host import PackedTable, TableTensor, pack_table
+from packhorse.host.table_tensor import numbers_at
 
 try:
     from torch_geometric.data import FeatureStore, TensorAttr
@@ -107,22 +108,18 @@ class PackedFeatureStore(FeatureStore):  # type: ignore[misc]
                 f"a worker of a loader cannot gather rows on {self._device}: give the loader "
                 "filter_per_worker=False"
             )
-        # A batch names the same rows for all tensors of a group: they are brought to the device
-        # once.
-        moved: dict[int, Tensor] = {}
-        return [self._rows(attr, moved) for attr in attrs]
+        return [self._rows(attr) for attr in attrs]
 
-    def _rows(self, attr: TensorAttr, moved: dict[int, Tensor]) -> Tensor:
+    def _rows(self, attr: TensorAttr) -> Tensor:
         held, index = self._find(attr), attr.index
         if index is None or _is_all(index):
             return held
         if not isinstance(index, Tensor) or index.dtype == torch.bool or index.dim() != 1:
             return held[index].to(self._device)
-        key = id(attr.index)
-        if key not in moved:
-            moved[key] = index.to(self._device)
+        if not isinstance(held, TableTensor):  # which checks ids where they are
+            index = index.to(held.device)
         # PyTorch Geometric's own function has workers write to memory that they share.
-        rows: Tensor = index_select(held, moved[key].to(held.device))
+        rows: Tensor = index_select(held, index)
         return rows.to(self._device)
 
     def _find(self, attr: TensorAttr) -> Tensor:
@@ -168,7 +165,7 @@ def _is_all(index: Any) -> bool:
 def _replace(held: Tensor, index: Any, rows: Any) -> Tensor:
     """What is held with other rows: the table itself, or a copy of a plain tensor, which may be the
     caller's."""
-    ids = torch.arange(len(held), device="cpu")[index].reshape(-1)
+    ids = numbers_at(index, len(held)).reshape(-1)
     if isinstance(held, TableTensor):
         one = isinstance(rows, np.ndarray | Tensor) and rows.ndim == 1
         held.table.update_(ids, rows[None] if one else rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from packhorse.late_import import import_late
+from packhorse.late_import import late_name
 
 if TYPE_CHECKING:
     from packhorse.learn.coding import LeafCodes
@@ -16,13 +16,11 @@ __all__ = ["GMRA", "SWAG", "LeafCodes"]
 
 # Each method needs another package, which is loaded when the method is asked for.
 _MODULES = {
-    "GMRA": "packhorse.learn.gmra",
-    "LeafCodes": "packhorse.learn.gmra",
-    "SWAG": "packhorse.learn.swag",
+    "GMRA": "gmra",
+    "LeafCodes": "gmra",
+    "SWAG": "swag",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(import_late(_MODULES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return late_name(__name__, _MODULES, name)

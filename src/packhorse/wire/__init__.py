@@ -7,8 +7,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from packhorse.errors import MissingBackendError
-from packhorse.late_import import import_late
+from packhorse.late_import import late_name
 
 if TYPE_CHECKING:
     from packhorse.wire.collectives import Collectives
@@ -52,13 +51,4 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        return getattr(import_late(f"{__name__}.{_MODULES[name]}"), name)
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise MissingBackendError(
-            "packhorse.wire needs PyTorch; install it with: pip install 'packhorse[torch]'"
-        ) from error
+    return late_name(__name__, _MODULES, name)
