@@ -241,7 +241,7 @@ def test_rows_of_a_trained_model_come_back(format: WeightFormat) -> None:
             tensor = file.get_tensor(name)
             if tensor.ndim != 2 or tensor.dtype != np.float32:
                 continue
-            elements = tensor[:30].astype(ml_dtypes.bfloat16).view(np.uint16)
+            elements = tensor[:100].astype(ml_dtypes.bfloat16).view(np.uint16)
             arrays = weights.pack(elements, format)
             assert_same(arrays, encode_weights(elements, format))
             weights.check(arrays, format, elements.shape[1])
