@@ -40,8 +40,9 @@ demo: .venv/.demo .venv/.model ## pack, verify and unpack a real model (or yours
 	@$(PY) benchmarks/demo.py "$$MODEL"
 
 # Threads of PyTorch that wait spin, unless they are told not to: tests of models took twice the processor time.
+# What pytest compiles of the tests is kept, whatever the environment says.
 test: .venv/.test .venv/.model .venv/.torchrec ## install what the tests need and run them all
-	@OMP_WAIT_POLICY=passive $(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
+	@OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 # vLLM pins other packages than the tests above, so it has an environment of its own; CI does not make it.
 test-vllm: .venv-vllm/.vllm ## test the plug-in in the real vLLM, on the CPU (3.5 GB; some 15 minutes)

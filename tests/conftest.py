@@ -16,7 +16,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import pytest
 from cli_samples import Ended, write_folder, write_model
 from disk_samples import write_sample
-from quick_interpreter import replace_once_a_launch
+from quick_interpreter import make_interpreter_quick
 from s3_server import Server
 
 
@@ -34,7 +34,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     # Nothing stays frozen when Python ends, or nanobind reports its own functions as leaked. Before
     # that, pytest makes five full turns.
     atexit.register(gc.unfreeze)
-    replace_once_a_launch()
+    make_interpreter_quick()
 
 
 @pytest.fixture

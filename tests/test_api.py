@@ -16,6 +16,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import safetensors
+from cases import each
 from serving_stubs import installed
 
 import packhorse
@@ -41,7 +42,7 @@ def servers() -> Iterator[None]:
 # Exported names.
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@each("name", PUBLIC)
 def test_all_names_what_is_there(name: str) -> None:
     module = importlib.import_module(name)
     assert len(set(module.__all__)) == len(module.__all__)
@@ -49,7 +50,7 @@ def test_all_names_what_is_there(name: str) -> None:
         assert hasattr(module, export), export
 
 
-@pytest.mark.parametrize("name", LIBRARY)
+@each("name", LIBRARY)
 def test_all_is_complete(name: str) -> None:
     """This holds for the library; the command is a program, and nobody imports it."""
     module = importlib.import_module(name)
@@ -118,7 +119,7 @@ def test_verbs_take_the_arguments_of_safetensors(framework: str) -> None:
             assert (found.default is found.empty) <= (wanted.default is wanted.empty)
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@each("name", PUBLIC)
 def test_everything_public_is_documented(name: str) -> None:
     module = importlib.import_module(name)
     assert module.__doc__

@@ -2,9 +2,10 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
-import pytest
+from cases import each
 
 TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "attacks.md"
@@ -15,14 +16,19 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+@each("row", ROWS)
 def test_an_attack_names_tests_that_are_there(row: list[str]) -> None:
     assert len(row) == 4
     named = re.findall(r"`([\w/]*test_\w+\.py)::(test_\w+)`", row[3])
     assert ", ".join(f"`{file}::{name}`" for file, name in named) == row[3].rstrip(" |")
     for file, name in named:
-        tree = ast.parse((TESTS / file).read_text())
-        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        assert name in functions(file)
+
+
+@cache
+def functions(file: str) -> set[str]:
+    tree = ast.parse((TESTS / file).read_text())
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
 def test_the_page_has_every_part() -> None:

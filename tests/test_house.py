@@ -5,7 +5,7 @@ import ast
 import re
 import sys
 
-import pytest
+from cases import each
 from house import (
     FILES,
     FOLDERS,
@@ -137,7 +137,7 @@ def test_third_party_imports_are_the_expected_ones() -> None:
     assert strange == {}
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if layer_of(name) < SHARED])
+@each("name", [name for name in MODULES if layer_of(name) < SHARED])
 def test_nothing_below_storage_does_input_or_output(name: str) -> None:
     doing = {"io", "mmap", "pathlib", "shutil", "socket", "subprocess", "tempfile", "urllib"}
     assert not doing & {other.split(".")[0] for other in imports_of(MODULES[name])}

@@ -86,7 +86,7 @@ def run(rank: int, world: int, group: dist.ProcessGroup, options: dict[str, Any]
         world: the number of ranks.
         group: all ranks.
         options: "rounds", "nbytes", from which the number of layers follows, and "arms" (names, or
-            None).
+            None); also "warm_ups", steps before any is timed.
     """
     shape = ModelShape(
         VOCABULARY, WIDTH, HIDDEN, max(1, options["nbytes"] // LAYER_NBYTES), N_HEADS
@@ -104,7 +104,7 @@ def run(rank: int, world: int, group: dist.ProcessGroup, options: dict[str, Any]
     def check(name: str) -> None:
         states[runs[name].n_steps][name] = runs[name].digest()
 
-    for _ in range(WARM_UPS - 1):
+    for _ in range(options.get("warm_ups", WARM_UPS) - 1):
         for name, training in runs.items():
             training.step()
             check(name)

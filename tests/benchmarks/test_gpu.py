@@ -5,9 +5,11 @@ import argparse
 import json
 import math
 import os
+import runpy
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,15 +42,27 @@ ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "benchmarks" / "gpu.py"
 
 
-def run_tool(*words: object, form: str = "device") -> "subprocess.CompletedProcess[str]":
-    environment = os.environ | {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(TOOL), form, *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+interpreted = pytest.mark.skipif(
+    os.environ["TRITON_INTERPRET"] != "1", reason="needs Triton's interpreter"
+)
 
 
-def test_every_part_runs_on_a_tiny_scale(tmp_path: Path) -> None:
-    done = run_tool("--smoke", "--out", tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.fixture
+def run_form(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Run the command in this process, which has loaded PyTorch; gives its exit status."""
+
+    def call(*words: object) -> int:
+        monkeypatch.setattr(sys, "argv", ["gpu.py", *map(str, words)])
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        device.describe.cache_clear()  # it has the command
+        return int(runpy.run_path(str(TOOL))["main"](sys.argv[1:]))
+
+    return call
+
+
+@interpreted
+def test_every_part_runs_on_a_tiny_scale(tmp_path: Path, run_form: Callable[..., int]) -> None:
+    assert run_form("device", "--smoke", "--out", tmp_path) == 0
     kept = json.loads((tmp_path / "smoke.json").read_text())
     assert kept["card"].endswith("times mean nothing")
     assert list(kept["parts"]) == list(device.PARTS)  # proofs come before what is timed
@@ -67,10 +81,10 @@ def test_every_part_runs_on_a_tiny_scale(tmp_path: Path) -> None:
     ]
 
 
-def test_collectives_run_on_a_tiny_scale(tmp_path: Path) -> None:
+@interpreted
+def test_collectives_run_on_a_tiny_scale(tmp_path: Path, run_form: Callable[..., int]) -> None:
     out = tmp_path / "kept.json"
-    done = run_tool("--smoke", "--rounds", 1, "--out", out, form="collectives")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert run_form("collectives", "--smoke", "--rounds", 1, "--out", out) == 0
     kept = json.loads(out.read_text())
     assert kept["card"] == "none: interpreted"
     assert kept["command"].startswith("benchmarks/gpu.py collectives --smoke")
@@ -81,9 +95,11 @@ def test_collectives_run_on_a_tiny_scale(tmp_path: Path) -> None:
     assert all(row["same_bits"] and row["ratio"] > 1.1 for row in kept["rows"])
 
 
-def test_gathers_from_the_host_run_on_a_tiny_scale(tmp_path: Path) -> None:
-    done = run_tool("--smoke", "--out", tmp_path, form="host")
-    assert done.returncode == 0, done.stdout + done.stderr
+@interpreted
+def test_gathers_from_the_host_run_on_a_tiny_scale(
+    tmp_path: Path, run_form: Callable[..., int]
+) -> None:
+    assert run_form("host", "--smoke", "--out", tmp_path) == 0
     kept = json.loads((tmp_path / "host-smoke.json").read_text())
     assert kept["card"].endswith("times mean nothing")
     assert kept["command"].startswith("gpu.py host --smoke")
@@ -131,11 +147,10 @@ def test_layers_in_host_memory_run_on_a_tiny_scale(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
-def test_without_a_gpu_it_says_what_to_do() -> None:
-    assert run_tool(form="collectives").returncode == 3
-    assert run_tool(form="host").returncode == 3
-    assert host_layers.main([]) == 3
-    done = run_tool()
+def test_without_a_gpu_it_says_what_to_do(run_form: Callable[..., int]) -> None:
+    assert [run_form(form) for form in ("collectives", "host", "layers")] == [3, 3, 3]
+    command = [sys.executable, str(TOOL), "device"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 3
     assert "--smoke" in done.stderr
     assert done.stdout == ""

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -207,7 +208,20 @@ def test_collectives_on_the_loopback_agree(wire: dict[str, ModuleType]) -> None:
         assert case["rows"]["zstd-1"]["seconds"][0] > 0
 
 
-def test_steps_of_fsdp_keep_the_bits(wire: dict[str, ModuleType], result: dict[str, Any]) -> None:
+def _take(
+    monkeypatch: pytest.MonkeyPatch, wire: dict[str, ModuleType], name: str, **options: Any
+) -> None:
+    """Give a scenario more options than the command line does."""
+    plan = wire["scenarios"].SCENARIOS
+    usual = plan[name].options
+    more = replace(plan[name], options=lambda *given: usual(*given) | options)
+    monkeypatch.setitem(plan, name, more)
+
+
+def test_steps_of_fsdp_keep_the_bits(
+    wire: dict[str, ModuleType], result: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _take(monkeypatch, wire, "fsdp", warm_ups=4)
     settings = wire["scenarios"].Settings(rounds=1, nbytes=1, threads=1, densities=())
     with wire["links"].loopback() as links:
         found = wire["scenarios"].measure("fsdp", links, 2, settings, timeout=120)
@@ -222,8 +236,9 @@ def test_steps_of_fsdp_keep_the_bits(wire: dict[str, ModuleType], result: dict[s
 
 
 def test_steps_of_a_dlrm_have_a_table_and_targets(
-    wire: dict[str, ModuleType], result: dict[str, Any]
+    wire: dict[str, ModuleType], result: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    _take(monkeypatch, wire, "dlrm", batch=2048, cap=2000)
     arms = ("fp32", "dedup", "bounded")
     settings = wire["scenarios"].Settings(rounds=1, nbytes=1, threads=1, densities=(), arms=arms)
     with wire["links"].loopback() as links:
@@ -235,7 +250,7 @@ def test_steps_of_a_dlrm_have_a_table_and_targets(
     known = {"world": 2, "rate": "1G", "bits": 10**9, "dropped": 0, "scenario": "dlrm"}
     result["runs"] = [known | {"result": json.loads(json.dumps(found))}]
     text = wire["report"].document(result)
-    assert "### 2 ranks, 8,192 samples a step" in text
+    assert "### 2 ranks, 2,048 samples a step" in text
     assert re.search(r"\| DLRM step, 2 ranks, 1 Gb/s, .*: times fp32 \|", text)
 
 

@@ -2,10 +2,12 @@
 
 import json
 import math
+from itertools import product
 
 import ml_dtypes
 import numpy as np
 import pytest
+from cases import each
 
 from packhorse.cli.failures import UsageError
 from packhorse.cli.shelf.selection import beginning, parse_index
@@ -19,8 +21,7 @@ INDICES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("text", INDICES)
+@each("text, shape", product(INDICES, SHAPES))
 def test_an_index_is_as_in_numpy(text: str, shape: tuple[int, ...]) -> None:
     array = np.arange(math.prod(shape)).reshape(shape)
     try:

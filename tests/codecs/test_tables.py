@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cases import each
 from codec_battery import ISAS, forced, guarded, guarded_output
 from numpy.typing import NDArray
 from table_samples import broken_tables, dense_formats, named_tables, noise
@@ -67,7 +68,7 @@ def check(rows: Rows, format: TableFormat) -> None:
     np.testing.assert_array_equal(gather(arrays, format, ids), rows[ids])
 
 
-@pytest.mark.parametrize("name", TABLES)
+@each("name", TABLES)
 def test_arrays_are_those_of_the_slow_coder(name: str, isa: str) -> None:
     check(*TABLES[name])
 
@@ -82,7 +83,8 @@ def test_odd_numbers_of_columns(n_columns: int, isa: str) -> None:
 def test_all_packed_sizes(bits: int, isa: str) -> None:
     rows = noise(bits, 3, 35)
     for code_bits in (0, 1, 3, 4, 5, 8):
-        for format in dense_formats(bits, 35, code_bits):
+        # Every instruction set has formats of every size; they take turns with the rest.
+        for format in [*dense_formats(bits, 35, code_bits)][ISAS.index(isa) :: len(ISAS)]:
             arrays = pack(rows, format)
             ids = np.array([2, 0, 1, 2])
             np.testing.assert_array_equal(gather(arrays, format, ids), rows[ids])
@@ -134,7 +136,7 @@ def test_ids_out_of_range_are_refused_before_anything_is_written(bad: int) -> No
     assert (dst == 0xAA).all()
 
 
-@pytest.mark.parametrize("name", TABLES)
+@each("name", TABLES)
 def test_damaged_rows_never_leave_their_output(name: str, isa: str) -> None:
     """Also with exceptions that point anywhere."""
     rows, format = TABLES[name]
@@ -167,7 +169,7 @@ def _header(name: str) -> tuple[TableHeader, bytes]:
     return header, encode_header(header, DTYPE_BY_NAME[dtype].code)
 
 
-@pytest.mark.parametrize("name", TABLES)
+@each("name", TABLES)
 def test_headers_come_back(name: str) -> None:
     header, data = _header(name)
     assert decode_header(data) == header
@@ -253,7 +255,7 @@ def test_a_later_version_is_told() -> None:
         decode_header(data[:4] + b"\x02" + data[5:])
 
 
-@pytest.mark.parametrize("name", TABLES)
+@each("name", TABLES)
 def test_arrays_from_elsewhere_are_checked(name: str) -> None:
     header, _ = _header(name)
     rows, format = TABLES[name]

@@ -3,12 +3,14 @@
 import itertools
 import math
 import random
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from cases import each
 from dcp_samples import blank, load, load_box, pack_file, save, shards_of, weights
 
 from packhorse.disk.dcp.regions import cut_box, strides_of
@@ -17,8 +19,7 @@ from packhorse.frame import Frame
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is ")
 
 
-@pytest.mark.parametrize("seed", range(60))
-@pytest.mark.parametrize("max_numel", [1 << 20, 20, 1])
+@each("seed, max_numel", product(range(60), [1 << 20, 20, 1]))
 def test_runs_cover_a_box_and_meet_no_chunk_in_vain(seed: int, max_numel: int) -> None:
     rng = random.Random(seed)
     shape = [rng.randint(1, 7) for _ in range(rng.randint(0, 4))]

@@ -15,6 +15,7 @@ from itertools import chain, cycle
 import numpy as np
 import pytest
 import zstandard
+from cases import each
 from codec_battery import ISAS, REAL, SAMPLES, Sample, forced, guarded, guarded_output, sample
 from format_page import clauses
 from frame_builder import DELTAS, SMALL, Palette, build_frame, crc32c
@@ -43,7 +44,7 @@ def read_all(
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("lie", LIES)
+@each("lie", LIES)
 def test_a_lie_is_refused(lie: str, isa: str) -> None:
     data, base, limit = LIES[lie].frame(), LIES[lie].base(), LIES[lie].max_nbytes or 1 << 26
     with forced(isa), pytest.raises(PackhorseError) as caught:

@@ -7,6 +7,7 @@ import sys
 import tracemalloc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,12 @@ def bits(gmra: GMRA) -> list[bytes]:
     return [array.tobytes() for array in found]
 
 
+@cache
+def bits_in_memory(n_components: float = 3) -> list[bytes]:
+    """Those of a fit of the cloud in memory."""
+    return bits(GMRA(n_components, **SETTINGS).fit(cloud()))
+
+
 def names(shelf: Any) -> list[str]:
     return sorted(shelf.keys("gmra/nodes/")) + [n for n in shelf.keys("gmra/part")]
 
@@ -63,7 +70,7 @@ def shelf(tmp_path: Path) -> Iterator[Any]:
 @pytest.mark.parametrize("n_components", [3, 0.8])
 def test_bits_do_not_depend_on_where_the_points_are(shelf: Any, n_components: float) -> None:
     points = cloud()
-    wanted = bits(GMRA(n_components, **SETTINGS).fit(points))
+    wanted = bits_in_memory(n_components)
     assert len(wanted) > 100
     shelf["x"] = points
     assert bits(GMRA(n_components, **SETTINGS).fit(shelf["x"])) == wanted
@@ -111,7 +118,7 @@ def test_a_fit_goes_on_whatever_the_shelf_gives(
         GMRA(3, **SETTINGS).fit(points, shelf=shelf_of_torch)
     shelf_of_torch["x"] = points
     gmra = GMRA(3, **SETTINGS).fit(shelf_of_torch["x"], shelf=shelf_of_torch)
-    assert bits(gmra) == bits(GMRA(3, **SETTINGS).fit(points))
+    assert bits(gmra) == bits_in_memory()
 
 
 def test_bfloat16_of_torch_and_of_numpy_are_the_same_points(shelf: Any) -> None:
@@ -128,7 +135,7 @@ def test_a_data_set_of_hdf5_is_read_in_parts(tmp_path: Path, shelf: Any) -> None
     points = cloud()
     with h5py.File(tmp_path / "x.h5", "w") as file:
         X = file.create_dataset("x", data=points, chunks=(100, 37))
-        assert bits(GMRA(3, **SETTINGS).fit(X)) == bits(GMRA(3, **SETTINGS).fit(points))
+        assert bits(GMRA(3, **SETTINGS).fit(X)) == bits_in_memory()
 
 
 def test_a_shelf_that_is_opened_again_has_the_fit(tmp_path: Path) -> None:
@@ -195,8 +202,7 @@ def interrupted(
 def test_an_interrupted_fit_goes_on(
     shelf: Any, kind: str, steps: Sequence[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    points = cloud()
-    wanted = bits(GMRA(3, **SETTINGS).fit(points))
+    points, wanted = cloud(), bits_in_memory()
     shelf["x"] = points
     for after in steps:
         for n_steps in (after, 2):
@@ -213,8 +219,7 @@ def test_nodes_of_an_unfinished_step_are_removed(
     shelf: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nodes are committed before the step that they belong to is done."""
-    points = cloud()
-    wanted = bits(GMRA(3, **SETTINGS).fit(points))
+    points, wanted = cloud(), bits_in_memory()
     append = NodeTensors.append
 
     def written(self: NodeTensors, nodes: Sequence[Node]) -> None:
@@ -246,12 +251,11 @@ def points_of(kind: str, shelf: Any, points: Array) -> Any:
 
 
 KILLED = """
-import os, signal, sys
-sys.path.insert(0, sys.argv[3])
+import json, os, signal, sys
+import numpy as np
 from packhorse.disk import Shelf
 from packhorse.learn import GMRA
 from packhorse.learn.growth import Growth
-from test_gmra_shelf import SETTINGS, cloud
 step, left = Growth.step, int(sys.argv[2])
 def counted(self):
     global left
@@ -262,20 +266,22 @@ def counted(self):
     return found
 Growth.step = counted
 with Shelf(sys.argv[1]) as shelf:
-    GMRA(3, **SETTINGS).fit(cloud(), shelf=shelf)
+    GMRA(3, **json.loads(sys.argv[4])).fit(np.load(sys.argv[3]), shelf=shelf)
 """
 
 
 @pytest.mark.parametrize("steps", [2, 11])
 def test_a_killed_fit_goes_on(tmp_path: Path, steps: int) -> None:
-    arguments = [str(tmp_path / "shelf"), str(steps), str(Path(__file__).parent)]
+    points = tmp_path / "x.npy"
+    np.save(points, cloud())
+    arguments = [str(tmp_path / "shelf"), str(steps), str(points), json.dumps(SETTINGS)]
     done = subprocess.run(
         [sys.executable, "-c", KILLED, *arguments], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     with Shelf(tmp_path / "shelf") as shelf:
         gmra = GMRA(3, **SETTINGS).fit(cloud(), shelf=shelf)
-        assert bits(gmra) == bits(GMRA(3, **SETTINGS).fit(cloud()))
+        assert bits(gmra) == bits_in_memory()
 
 
 def test_another_fit_does_not_go_on(shelf: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from itertools import combinations
 
 import pytest
+from cases import each
 from format_page import clauses
 from frame_builder import SMALL, Base, Raw, build_frame
 from lying_frames import DATA, LIES, deltas, set_at, sparse, streams
@@ -14,7 +15,7 @@ from packhorse.reference import decode_frame
 NOT_OF_FRAMES = "FG"  # files, in reference/test_files.py; folders, in disk/test_folder.py
 
 
-@pytest.mark.parametrize("name", LIES)
+@each("name", LIES)
 def test_a_lie_is_refused(name: str) -> None:
     lie = LIES[name]
     with pytest.raises(PackhorseError) as caught:
@@ -80,7 +81,7 @@ def broken(*steps: str) -> bytes:
     return bytes(built) + b"x" * ("the end of the frame" in steps)
 
 
-@pytest.mark.parametrize(("first", "second"), [*combinations(STEPS, 2)])
+@each("first, second", combinations(STEPS, 2))
 def test_the_first_broken_rule_is_reported(first: str, second: str) -> None:
     with pytest.raises(PackhorseError, match=rf"^{first}|^unknown {first}"):
         decode_frame(broken(first, second))

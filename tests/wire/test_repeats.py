@@ -5,6 +5,7 @@ import struct
 import ml_dtypes
 import numpy as np
 import pytest
+from cases import each
 
 from packhorse import _core
 from packhorse.codecs.base import ByteArray
@@ -260,7 +261,7 @@ def test_a_repeat_of_an_earlier_piece_needs_it() -> None:
         decode_piece(second, "BF16", memory, 1)
 
 
-@pytest.mark.parametrize("seed", range(300))
+@each("seed", range(300))
 def test_random_tokens_write_nothing_beside_the_piece(seed: int) -> None:
     rng = np.random.default_rng(seed)
     row_nbytes, start = int(rng.integers(16, 80)), int(rng.integers(0, 200))
