@@ -359,16 +359,24 @@ class TableRowsAhead {
   public:
     static constexpr std::size_t kRows = 16;  // a row is fetched that many turns before its own
 
-    TableRowsAhead(const TableRows& from, std::size_t stride) : from_(from), stride_(stride) {}
+    TableRowsAhead(const TableRows& from, std::size_t stride)
+        : from_(from), stride_(stride), nbytes_(std::min(stride, kMaxTableRowAhead)) {}
 
+    // The first line of a row. Where several rows are asked for at once, the processor looks up
+    // their pages side by side, and not each one while all else waits.
+    PACKHORSE_INLINE void touch(std::size_t row) const { __builtin_prefetch(at(row), 0, 2); }
+
+    // Into the second cache: the first one takes too few fetches at a time.
     PACKHORSE_INLINE void fetch(std::size_t row) const {
-        const uint8_t* const src = from_.rows + row * stride_;
-        const std::size_t nbytes = std::min(stride_, kMaxTableRowAhead);
-        // Into the second cache: the first one takes too few fetches at a time.
-        for (std::size_t at = 0; at < nbytes; at += 64) __builtin_prefetch(src + at, 0, 2);
+        for (std::size_t c = 0; c < nbytes_; c += 64) __builtin_prefetch(at(row) + c, 0, 2);
         if (!has_exceptions()) return;
         __builtin_prefetch(from_.exceptions.marks + row / 32);
         __builtin_prefetch(from_.exceptions.ranks + row / 32);
+    }
+
+    // From the second cache to the first: a row is read in many small parts.
+    PACKHORSE_INLINE void bring(std::size_t row) const {
+        for (std::size_t c = 0; c < nbytes_; c += 64) __builtin_prefetch(at(row) + c, 0, 3);
     }
 
     // `turn` is that of the row. Rows whose turn is kRows or more apart share a place.
@@ -396,9 +404,11 @@ class TableRowsAhead {
 
   private:
     bool has_exceptions() const { return from_.exceptions.n_marked != 0; }
+    PACKHORSE_INLINE const uint8_t* at(std::size_t row) const { return from_.rows + row * stride_; }
 
     const TableRows& from_;
     std::size_t stride_;
+    std::size_t nbytes_;  // of a row that are fetched
     std::size_t found_[kRows];
 };
 
@@ -428,19 +438,22 @@ inline void gather_some_rows(const TableReader<U>& reader, const TableRows& from
                              const TableIds& ids, std::size_t start, std::size_t stop,
                              const Place& place, const Done& done) {
     using Rows = TableRowsAhead<U>;
-    constexpr std::size_t kFind = Rows::kRows / 4, kFetch = Rows::kRows * 5 / 8;  // turns after
+    constexpr std::size_t kRows = Rows::kRows, kFind = 4, kFetch = 10, kBring = 13;  // turns after
     const TableShape& shape = reader.shape;
     const Scratch scratch(gather_scratch_nbytes(shape));
     Rows ahead(from, shape.stride);
-    for (std::size_t turn = start; turn < stop + Rows::kRows; ++turn) {
+    for (std::size_t turn = start; turn < stop + kRows; ++turn) {
         const auto is_turn = [=](std::size_t after) {
             return turn >= start + after && turn < stop + after;
         };
+        if ((turn - start) % kRows == 0)
+            for (std::size_t i = turn; i < std::min(turn + kRows, stop); ++i) ahead.touch(ids[i]);
         if (is_turn(0)) ahead.fetch(ids[turn]);
         if (is_turn(kFind)) ahead.find_exceptions(turn - kFind, ids[turn - kFind]);
         if (is_turn(kFetch)) ahead.fetch_exceptions(turn - kFetch);
-        if (!is_turn(Rows::kRows)) continue;
-        const std::size_t i = turn - Rows::kRows, row = ids[i];
+        if (is_turn(kBring)) ahead.bring(ids[turn - kBring]);
+        if (!is_turn(kRows)) continue;
+        const std::size_t i = turn - kRows, row = ids[i];
         if (row >= from.n_rows) continue;
         uint8_t* const dst = place(i);
         gather_row(reader, from.rows + row * shape.stride, dst, scratch.get());
