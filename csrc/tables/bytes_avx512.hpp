@@ -2,7 +2,6 @@
 #pragma once
 
 #include "tables/bytes_portable.hpp"
-#include "tables/dense_avx512.hpp"
 #include "tables/high_avx512.hpp"
 
 namespace packhorse {
@@ -13,7 +12,6 @@ template <class U, uint32_t kWhole>
 struct ByteJoiner512 {
     static constexpr std::size_t kTop = sizeof(U) - 1, kFirst = kTop - kWhole;
     __m512i tables[sizeof(U)];
-    __m512i order;
     std::size_t n;  // columns of the row
 
     PACKHORSE_AVX512 PACKHORSE_INLINE ByteJoiner512(const ValueBytes& values, std::size_t n_columns)
@@ -22,27 +20,19 @@ struct ByteJoiner512 {
             const auto* const table = reinterpret_cast<const __m128i*>(values.bytes[k]);
             tables[k] = _mm512_broadcast_i32x4(_mm_load_si128(table));
         }
-        order = sizeof(U) == 2
-                    ? _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7)
-                    : _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    }
-
-    // Unpacking works within quarters of a register, so parts of the bytes change places before.
-    PACKHORSE_AVX512 PACKHORSE_INLINE __m512i ordered(__m512i bytes) const {
-        if constexpr (sizeof(U) == 2) return _mm512_permutexvar_epi64(order, bytes);
-        return _mm512_permutexvar_epi32(order, bytes);
     }
 
     // `rest` is the first plane at the first column.
     PACKHORSE_AVX512 PACKHORSE_INLINE void put(__m512i code, uint64_t mask, const uint8_t* rest,
                                                uint8_t* dst) const {
         const __m512i sign = _mm512_set1_epi8(-0x80);
-        const __m512i index = ordered(code);
+        const __m512i index = Interleave512<U>::order(code);
         __m512i bytes[sizeof(U)];
         for (std::size_t k = 0; k < sizeof(U); ++k)
             bytes[k] = _mm512_shuffle_epi8(tables[k], index);
         for (std::size_t i = 0; i < kWhole; ++i) {
-            const __m512i plane = ordered(_mm512_maskz_loadu_epi8(mask, rest + i * n));
+            const __m512i plane =
+                Interleave512<U>::order(_mm512_maskz_loadu_epi8(mask, rest + i * n));
             if (i + 1 < kWhole) {
                 bytes[kFirst + i] = _mm512_or_si512(bytes[kFirst + i], plane);
             } else {
@@ -51,18 +41,9 @@ struct ByteJoiner512 {
                 bytes[kTop] = _mm512_or_si512(bytes[kTop], _mm512_and_si512(sign, plane));
             }
         }
-        const __m512i low = _mm512_unpacklo_epi8(bytes[0], bytes[1]);
-        const __m512i high = _mm512_unpackhi_epi8(bytes[0], bytes[1]);
-        if constexpr (sizeof(U) == 2) {
-            put_vectors<U>(dst, mask, {low, high});
-        } else {
-            const __m512i low_top = _mm512_unpacklo_epi8(bytes[2], bytes[3]);
-            const __m512i high_top = _mm512_unpackhi_epi8(bytes[2], bytes[3]);
-            put_vectors<U>(
-                dst, mask,
-                {_mm512_unpacklo_epi16(low, low_top), _mm512_unpackhi_epi16(low, low_top),
-                 _mm512_unpacklo_epi16(high, high_top), _mm512_unpackhi_epi16(high, high_top)});
-        }
+        __m512i found[sizeof(U)];
+        Interleave512<U>::join(bytes, found);
+        put_vectors<U>(dst, mask, found);
     }
 };
 

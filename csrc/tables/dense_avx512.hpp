@@ -110,6 +110,42 @@ PACKHORSE_AVX512 PACKHORSE_INLINE void put_vectors(uint8_t* dst, uint64_t mask,
     }
 }
 
+// Puts bytes of 64 elements together: each byte of U has a vector. Unpacking works within quarters
+// of a register, so parts of the bytes change places before.
+template <class U>
+struct Interleave512 {
+    PACKHORSE_AVX512 PACKHORSE_INLINE static __m512i order(__m512i bytes) {
+        if constexpr (sizeof(U) == 2)
+            return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), bytes);
+        if constexpr (sizeof(U) == 4)
+            return _mm512_permutexvar_epi32(
+                _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), bytes);
+        return bytes;
+    }
+
+    // `bytes` are in order(). The first elements are in found[0].
+    PACKHORSE_AVX512 PACKHORSE_INLINE static void join(const __m512i (&bytes)[sizeof(U)],
+                                                       __m512i (&found)[sizeof(U)]) {
+        if constexpr (sizeof(U) == 1) {
+            found[0] = bytes[0];
+        } else {
+            const __m512i low = _mm512_unpacklo_epi8(bytes[0], bytes[1]);
+            const __m512i high = _mm512_unpackhi_epi8(bytes[0], bytes[1]);
+            if constexpr (sizeof(U) == 2) {
+                found[0] = low;
+                found[1] = high;
+            } else {
+                const __m512i low_top = _mm512_unpacklo_epi8(bytes[2], bytes[3]);
+                const __m512i high_top = _mm512_unpackhi_epi8(bytes[2], bytes[3]);
+                found[0] = _mm512_unpacklo_epi16(low, low_top);
+                found[1] = _mm512_unpackhi_epi16(low, low_top);
+                found[2] = _mm512_unpacklo_epi16(high, high_top);
+                found[3] = _mm512_unpackhi_epi16(high, high_top);
+            }
+        }
+    }
+};
+
 template <class U>
 PACKHORSE_AVX512 inline void join_planes_avx512(const TablePlanes& planes,
                                                 const TableElements<U>& table, uint8_t* dst) {

@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "tables/dense_avx512.hpp"
 #include "tables/triples_portable.hpp"
 
 namespace packhorse {
