@@ -241,7 +241,7 @@ class PackedHostCache(Cache):
         >>> from packhorse.transformers import PackedHostCache
         >>> config = LlamaConfig(
         ...     hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        ...     vocab_size=100, pad_token_id=0, bos_token_id=1, eos_token_id=2
+        ...     vocab_size=100, pad_token_id=0, bos_token_id=1, eos_token_id=None
         ... )
         >>> model = LlamaForCausalLM(config).eval()
         >>> cache = PackedHostCache(config, page_tokens=16)
