@@ -7,7 +7,8 @@ and mapped features (training.py), and the keys and values of real models (kv.py
 twenty minutes, and needs `make data`; `--part` measures some of it.
 
 With `--write` the figures are kept in `benchmarks/results/host.json` and make
-`docs/benchmarks_host.md`; those of other parts stay. `--render` only makes the document again.
+`docs/benchmarks_host.md` and its picture; those of other parts stay. `--render` only makes the
+documents again.
 """
 
 import argparse
@@ -20,7 +21,17 @@ from typing import Any
 from benchmarks.codecs import peers
 from benchmarks.common import figures
 from benchmarks.common.process import clean_up_at_sigterm, code_path
-from benchmarks.host import embeddings, gathers, kv, packing, ratios, report, tables, training
+from benchmarks.host import (
+    embeddings,
+    gathers,
+    kv,
+    packing,
+    picture,
+    ratios,
+    report,
+    tables,
+    training,
+)
 
 __all__ = ["MODE", "join", "main"]
 
@@ -28,6 +39,7 @@ MODE = "host"
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "host.json"
 DOCUMENT = ROOT / "docs" / "benchmarks_host.md"
+PICTURE = ROOT / "docs" / picture.NAME
 TABLE_PARTS = ("ratios", "gathers", "packing")  # are measured on each table
 SCENARIOS: dict[str, Callable[[], Any]] = {
     "embeddings": embeddings.measure,
@@ -109,4 +121,6 @@ def join(kept: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 def _write_document(result: dict[str, Any]) -> None:
     DOCUMENT.write_text(report.document(result))
-    print(f"\nwrote {DOCUMENT}")
+    if "ratios" in result:
+        PICTURE.write_text(picture.picture(result["ratios"]))
+    print(f"\nwrote {DOCUMENT} and its picture")

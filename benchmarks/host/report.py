@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.common import figures
 from benchmarks.data.table_formats import FORMATS
 from benchmarks.data.wordnet import N_LABELS
-from benchmarks.host import embeddings, kv
+from benchmarks.host import embeddings, kv, picture
 from packhorse.gpu.models import PRESETS
 from packhorse.host.device_cost import default_programs, predict_gather
 from packhorse.kernels.tables import kernel_of
@@ -79,6 +79,8 @@ def _pair(found: dict[str, Any] | None) -> str:
 def _ratios(found: list[Result]) -> str:
     names = ("codes of 4 bits", "three codes in 10 bits", "codes of 3 bits", "bitmap", "list")
     lines = [
+        f"![{picture.ALT}]({picture.NAME})",
+        "",
         "Ratio, and in brackets how many times less is pulled, at 32 and at 128 bytes.",
         "",
         _line(["table", "row, B", "chosen", "what it is", "fast", "IBP", *names, "bound"]),

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
-from benchmarks.codecs.plot import FAINT, FONT_SIZE, GREY, RIVAL, TEAL
+from benchmarks.codecs.plot import FAINT, GREY, RIVAL, TEAL
+from benchmarks.common.svg import opening
 
 __all__ = ["ALT", "NAME", "picture"]
 
@@ -27,21 +28,13 @@ def picture(result: dict[str, Any]) -> str:
         ("ms until it is there", [row["append"]["mean"] for row in rows]),
     ]
     raw = result["rows"]["nbytes"] / 1e6
+    title = f"Every iterate of a training run, {raw:.1f} MB each"
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-        f'width="{WIDTH}" height="{height}" role="img" aria-labelledby="title"',
-        "     font-family=\"system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', Arial, "
-        f'sans-serif" font-size="{FONT_SIZE}">',
-        f'  <title id="title">{ALT}</title>',
-        f'  <g fill="{GREY}">',
-        '    <text x="16" y="26" font-size="19" font-weight="bold">'
-        f"Every iterate of a training run, {raw:.1f} MB each</text>",
-        '    <text x="16" y="48">appended as a row; shorter is better</text>',
-        "  </g>",
+        *opening((WIDTH, height), ALT, title, "appended as a row; shorter is better"),
         *_names([row["store"] for row in rows]),
     ]
-    for left, (title, values) in zip(PANELS, panels, strict=True):
-        lines += _panel(left, title, [row["store"] for row in rows], values)
+    for left, (heading, values) in zip(PANELS, panels, strict=True):
+        lines += _panel(left, heading, [row["store"] for row in rows], values)
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from benchmarks.codecs.plot import FAINT, FONT_SIZE, GREY, RIVAL, TEAL
+from benchmarks.codecs.plot import FAINT, GREY, RIVAL, TEAL
+from benchmarks.common.svg import opening
 from benchmarks.wire.crossover import RAW, Line, crossover, line, points
 
 __all__ = ["ALT", "NAME", "picture"]
@@ -31,16 +32,13 @@ def picture(cases: Cases, arms: Sequence[str], ours: str, what: str) -> str:
     """
     axes = _Axes(cases, arms)
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        f'width="{WIDTH}" height="{HEIGHT}" role="img" aria-labelledby="title"',
-        "     font-family=\"system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', Arial, "
-        f'sans-serif" font-size="{FONT_SIZE}">',
-        f'  <title id="title">{ALT}</title>',
-        f'  <g fill="{GREY}">',
-        f'    <text x="16" y="26" font-size="19" font-weight="bold">{escape(what)}</text>',
-        '    <text x="16" y="48">ms until the slowest worker has the new weights; lower is better.'
-        " Points are measured, lines come from the steps</text>",
-        "  </g>",
+        *opening(
+            (WIDTH, HEIGHT),
+            ALT,
+            what,
+            "ms until the slowest worker has the new weights; lower is better."
+            " Points are measured, lines come from the steps",
+        ),
         *axes.grid(),
     ]
     for arm in arms:

@@ -368,16 +368,14 @@ class TableRowsAhead {
 
     // Into the second cache: the first one takes too few fetches at a time.
     PACKHORSE_INLINE void fetch(std::size_t row) const {
-        for (std::size_t c = 0; c < nbytes_; c += 64) __builtin_prefetch(at(row) + c, 0, 2);
+        fetch_lines<2>(row);
         if (!has_exceptions()) return;
         __builtin_prefetch(from_.exceptions.marks + row / 32);
         __builtin_prefetch(from_.exceptions.ranks + row / 32);
     }
 
     // From the second cache to the first: a row is read in many small parts.
-    PACKHORSE_INLINE void bring(std::size_t row) const {
-        for (std::size_t c = 0; c < nbytes_; c += 64) __builtin_prefetch(at(row) + c, 0, 3);
-    }
+    PACKHORSE_INLINE void bring(std::size_t row) const { fetch_lines<3>(row); }
 
     // `turn` is that of the row. Rows whose turn is kRows or more apart share a place.
     PACKHORSE_INLINE void find_exceptions(std::size_t turn, std::size_t row) {
@@ -405,6 +403,14 @@ class TableRowsAhead {
   private:
     bool has_exceptions() const { return from_.exceptions.n_marked != 0; }
     PACKHORSE_INLINE const uint8_t* at(std::size_t row) const { return from_.rows + row * stride_; }
+
+    // All lines that the row touches: it may begin within one.
+    template <int kLocality>
+    PACKHORSE_INLINE void fetch_lines(std::size_t row) const {
+        const auto start = reinterpret_cast<uintptr_t>(at(row));
+        for (uintptr_t line = start & ~uintptr_t{63}; line < start + nbytes_; line += 64)
+            __builtin_prefetch(reinterpret_cast<const void*>(line), 0, kLocality);
+    }
 
     const TableRows& from_;
     std::size_t stride_;

@@ -1,11 +1,13 @@
 """The benchmarks of tables in host memory: their measurements on small tables, and the document of
 their figures."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ def host() -> Iterator[dict[str, ModuleType]]:
     """The modules of benchmarks/host."""
     names = (
         *("embeddings", "gathers", "graphsage", "ibp", "kv", "measure", "packing", "ratios"),
-        *("report", "tables", "training"),
+        *("picture", "report", "tables", "training"),
     )
     others = ("common.files", "common.memory_limit", "data.wordnet")
     with import_afresh(*others, *(f"host.{name}" for name in names)) as modules:
@@ -44,6 +46,24 @@ def result(host: dict[str, ModuleType]) -> dict[str, Any]:
         "gathers": [line for table in found for line in host["gathers"].measure(table, 1)],
         "packing": [host["packing"].measure(table) for table in found],
     }
+
+
+def test_the_picture_has_a_pair_of_bars_for_each_table(
+    host: dict[str, ModuleType], result: dict[str, Any]
+) -> None:
+    root = ElementTree.fromstring(host["picture"].picture(result["ratios"]))
+    texts = [element.text for element in root.iter() if element.tag.endswith("}text")]
+    assert texts[-6:-3] == ["MiniLM words, BF16", "75", texts[-4]]
+    assert [texts[-6], texts[-3]] == [row["table"] for row in result["ratios"]]
+
+
+def test_the_kept_page_and_picture_are_those_of_the_kept_figures(
+    host: dict[str, ModuleType],
+) -> None:
+    measure = host["measure"]
+    kept = json.loads(measure.RESULT.read_text())
+    assert measure.DOCUMENT.read_text() == host["report"].document(kept)
+    assert measure.PICTURE.read_text() == host["picture"].picture(kept["ratios"])
 
 
 def test_tables_are_measured_beside_their_rivals(result: dict[str, Any]) -> None:
