@@ -51,18 +51,13 @@ PACKHORSE_AVX512_VBMI2 inline void look_up_codes_avx512(const TableElements<U>& 
     const __m512i sign = V::broadcast(static_cast<U>(table.has_sign ? 1 : 0));
     const __m128i lowest = count(values.shift), moved = count(table.shift);
     const __m128i to_sign = count(table.moved_bits), to_code = count(table.rest_bits);
+    const ByteTable512 codes{values.codes, true};
     const __m128i from_sign = count(8 * sizeof(U) - 1);
     for (std::size_t c = 0; c < n; c += V::kCount) {
         const uint64_t mask = first_columns(n - c) & first_columns(V::kCount);
         const __m512i element = V::get(src + sizeof(U) * c, mask);
         const __m512i index = V::right(_mm512_and_si512(element, outside), lowest, index_bits);
-        const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(values.codes), index,
-                                                     _mm512_load_si512(values.codes + 64));
-        const __m512i high = _mm512_permutex2var_epi8(_mm512_load_si512(values.codes + 128), index,
-                                                      _mm512_load_si512(values.codes + 192));
-        const __mmask64 upper = _mm512_movepi8_mask(index);
-        const __m512i code =
-            _mm512_maskz_mov_epi8(kLowBytes, _mm512_mask_blend_epi8(upper, low, high));
+        const __m512i code = _mm512_maskz_mov_epi8(kLowBytes, codes[index]);
         const __m512i rest = _mm512_or_si512(
             _mm512_and_si512(V::right(element, moved, kAll), moved_mask),
             V::left(_mm512_and_si512(V::right(element, from_sign, kAll), sign), to_sign, kAll));

@@ -110,6 +110,24 @@ PACKHORSE_AVX512 PACKHORSE_INLINE void put_vectors(uint8_t* dst, uint64_t mask,
     }
 }
 
+// A table of 256 bytes, of which only the first 128 count if no index is above them.
+struct ByteTable512 {
+    const uint8_t* bytes;
+    bool is_wide;
+
+    PACKHORSE_AVX512_VBMI2 PACKHORSE_INLINE __m512i operator[](__m512i index) const {
+        const __m512i low = half(0, index);
+        if (!is_wide) return low;
+        return _mm512_mask_blend_epi8(_mm512_movepi8_mask(index), low, half(128, index));
+    }
+
+  private:
+    PACKHORSE_AVX512_VBMI2 PACKHORSE_INLINE __m512i half(std::size_t at, __m512i index) const {
+        return _mm512_permutex2var_epi8(_mm512_load_si512(bytes + at), index,
+                                        _mm512_load_si512(bytes + at + 64));
+    }
+};
+
 // Puts bytes of 64 elements together: each byte of U has a vector. Unpacking works within quarters
 // of a register, so parts of the bytes change places before.
 template <class U>

@@ -27,24 +27,6 @@ struct IndexedBytes {
 
 #if PACKHORSE_X86
 
-// A table of 256 bytes, of which only the first 128 count if no index is above them.
-struct ByteTable512 {
-    const uint8_t* bytes;
-    bool is_wide;
-
-    PACKHORSE_AVX512_VBMI2 PACKHORSE_INLINE __m512i operator[](__m512i index) const {
-        const __m512i low = half(0, index);
-        if (!is_wide) return low;
-        return _mm512_mask_blend_epi8(_mm512_movepi8_mask(index), low, half(128, index));
-    }
-
-  private:
-    PACKHORSE_AVX512_VBMI2 PACKHORSE_INLINE __m512i half(std::size_t at, __m512i index) const {
-        return _mm512_permutex2var_epi8(_mm512_load_si512(bytes + at), index,
-                                        _mm512_load_si512(bytes + at + 64));
-    }
-};
-
 // The bytes of elements of 64 indices, in order().
 template <class U>
 PACKHORSE_AVX512_VBMI2 PACKHORSE_INLINE void look_up(const IndexedBytes<U>& values, __m512i indices,

@@ -314,13 +314,13 @@ class PackedEmbeddingBag(PackedModule, nn.EmbeddingBag):  # type: ignore[overrid
                 starts = F.pad(starts, (0, 1), value=len(input))
         else:
             return None
-        counts = starts.diff()
-        if starts[0] or starts[-1] != input.numel() or (counts < 0).any():
-            return None
         ids = input.reshape(-1).long().contiguous().numpy()
-        sums = torch.from_numpy(self.table.sum_bags(ids, starts.numpy())).view(self.dtype)
+        try:
+            sums = torch.from_numpy(self.table.sum_bags(ids, starts.numpy())).view(self.dtype)
+        except ValueError:  # of the starts
+            return None
         if self.mode == "mean":
-            sums /= counts.clamp_(min=1).to(self.dtype)[:, None]
+            sums /= starts.diff().clamp_(min=1).to(self.dtype)[:, None]
         return sums
 
 
