@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from benchmarks.common.svg import FAINT, FONT_SIZE, GREY, RIVAL, TEAL, opening
+
 __all__ = ["svg"]
 
 Row = dict[str, Any]
@@ -23,13 +25,11 @@ LEFT, RIGHT, TOP, BOTTOM = 64, 856, 74, 462
 RATIO_STEP = 0.1
 RATIO_MARGIN = 0.045  # above the highest and below the lowest point
 SLOWEST = 0.2  # GB/s; the axis may begin later
-FONT_SIZE = 14
 # Width of a letter divided by the font's size: a large value, because the reader's font is unknown.
 LETTER_WIDTH, LETTER_HEIGHT = 0.61, 1.0
 RADIUS = {True: 7, False: 5}
 GAP = 5  # between a point and its label
 LEADER_FROM = 16  # a label farther from its point than this gets a line
-GREY, FAINT, TEAL, RIVAL = "#76808c", "#8b949e", "#14917f", "#a87b22"
 LABELS = {
     "packhorse": "Packhorse",
     "packhorse-fast": "Packhorse fast",
@@ -151,15 +151,13 @@ def svg(rows: list[Row], *, title: str, subtitle: str) -> str:
     axes = _Axes(rows)
     points = [axes.point(row) for row in rows]
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        f'width="{WIDTH}" height="{HEIGHT}" role="img" aria-labelledby="title"',
-        "     font-family=\"system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', Arial, "
-        f'sans-serif" font-size="{FONT_SIZE}">',
-        f'  <title id="title">Ratio against decoding speed: {escape(title)}</title>',
-        f'  <g fill="{GREY}">',
-        f'    <text x="{LEFT}" y="26" font-size="19" font-weight="bold">{escape(title)}</text>',
-        f'    <text x="{LEFT}" y="48">{escape(subtitle)}; up and right is better</text>',
-        "  </g>",
+        *opening(
+            (WIDTH, HEIGHT),
+            f"Ratio against decoding speed: {title}",
+            title,
+            f"{subtitle}; up and right is better",
+            left=LEFT,
+        ),
         *_grid(axes),
         *_ceiling(points),
         *_marks(points),

@@ -1,14 +1,18 @@
-"""How the pictures of benchmarks begin: size, font, title."""
+"""What the pictures of benchmarks share: colours, font, size, title."""
 
 from collections.abc import Iterator
 from html import escape
 
-from benchmarks.codecs.plot import FONT_SIZE, GREY
+__all__ = ["FAINT", "FONT_SIZE", "GREY", "RIVAL", "TEAL", "opening"]
 
-__all__ = ["opening"]
+FONT_SIZE = 14
+# Middle tones, which are readable on white and on black.
+GREY, FAINT, TEAL, RIVAL = "#76808c", "#8b949e", "#14917f", "#a87b22"
 
 
-def opening(size: tuple[int, int], alt: str, title: str, subtitle: str) -> Iterator[str]:
+def opening(
+    size: tuple[int, int], alt: str, title: str, subtitle: str, *, left: int = 16
+) -> Iterator[str]:
     """The first lines of an SVG.
 
     Args:
@@ -16,6 +20,7 @@ def opening(size: tuple[int, int], alt: str, title: str, subtitle: str) -> Itera
         alt: what the picture shows, for those who do not see it.
         title: the heading in the picture.
         subtitle: the line below it.
+        left: where both lines begin, in pixels.
     """
     width, height = size
     yield (
@@ -28,6 +33,6 @@ def opening(size: tuple[int, int], alt: str, title: str, subtitle: str) -> Itera
     )
     yield f'  <title id="title">{escape(alt)}</title>'
     yield f'  <g fill="{GREY}">'
-    yield f'    <text x="16" y="26" font-size="19" font-weight="bold">{escape(title)}</text>'
-    yield f'    <text x="16" y="48">{escape(subtitle)}</text>'
+    yield f'    <text x="{left}" y="26" font-size="19" font-weight="bold">{escape(title)}</text>'
+    yield f'    <text x="{left}" y="48">{escape(subtitle)}</text>'
     yield "  </g>"

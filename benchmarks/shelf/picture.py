@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
-from benchmarks.codecs.plot import FAINT, GREY, RIVAL, TEAL
-from benchmarks.common.svg import opening
+from benchmarks.common.svg import FAINT, GREY, RIVAL, TEAL, opening
 
 __all__ = ["ALT", "NAME", "picture"]
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
-from benchmarks.codecs.plot import FAINT, FONT_SIZE, GREY, RIVAL, TEAL
 from benchmarks.codecs.report import KINDS, OURS, Result, written_ratio
+from benchmarks.common.svg import FAINT, GREY, RIVAL, TEAL, opening
 
 __all__ = ["PICTURE", "picture", "section"]
 
@@ -114,17 +114,15 @@ def picture(result: Result) -> str:
     n = len(history["steps"])
     gap = history["steps"][1] - history["steps"][0]
     title = f"{n} checkpoints of a training run, {gap} steps apart"
+    size = f"whole states of {history['nbytes'] / 1e6:.0f} MB"
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        f'width="{WIDTH}" height="{HEIGHT}" role="img" aria-labelledby="title"',
-        "     font-family=\"system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', Arial, "
-        f'sans-serif" font-size="{FONT_SIZE}">',
-        f'  <title id="title">{PICTURE_ALT}: {escape(title)}</title>',
-        f'  <g fill="{GREY}">',
-        f'    <text x="{LEFT}" y="26" font-size="19" font-weight="bold">{escape(title)}</text>',
-        f'    <text x="{LEFT}" y="48">whole states of {history["nbytes"] / 1e6:.0f} MB; size of '
-        "each store; lower is better</text>",
-        "  </g>",
+        *opening(
+            (WIDTH, HEIGHT),
+            f"{PICTURE_ALT}: {title}",
+            title,
+            f"{size}; size of each store; lower is better",
+            left=LEFT,
+        ),
         *_grid(n, highest),
         *_lines(rows, n, highest),
         "</svg>",

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from benchmarks.codecs.plot import FAINT, GREY, RIVAL, TEAL
-from benchmarks.common.svg import opening
+from benchmarks.common.svg import FAINT, GREY, RIVAL, TEAL, opening
 from benchmarks.wire.crossover import RAW, Line, crossover, line, points
 
 __all__ = ["ALT", "NAME", "picture"]
