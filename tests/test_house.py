@@ -62,6 +62,7 @@ THIRD_PARTY = {
     "integrations.zarr": {"numpy", "zarr"},
     "learn": {"numpy", "scipy", "sklearn", "threadpoolctl"},
     "learn.swag": {"numpy", "torch"},
+    "report": {"numpy"},
     "wire": {"numpy", "torch"},
     "wire.updates": {"numpy", "xxhash", "zstandard"},
     "cli": {"numpy", "rich", "typer"},

@@ -1,0 +1,1 @@
+"""Reports on tensors: what is compressible, why, and what follows."""
