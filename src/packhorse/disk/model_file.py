@@ -67,6 +67,10 @@ class ModelFile:
                 frame = open_frame(data, packed, entry)
             self._known[entry.name] = frame.content_hash, frame.base_hash is not None
 
+    def frame_nbytes(self, name: str) -> int | None:
+        """The size of a tensor's frame; None in a plain file."""
+        return self._packed.frames[name].nbytes if self._packed else None
+
     def frame(self, entry: TensorEntry) -> Frame | None:
         """The frame of a tensor, with its header checked; None in a plain file."""
         packed = self._packed

@@ -1,0 +1,251 @@
+"""Where the bits of a tensor go: entropies of planes and bits, exponents, packed sizes by level.
+
+Each run of a sample is split into the planes of its dtype (docs/format.md, section 4), and the
+values of each plane are counted. Everything else follows from the counts: the bits of a plane are
+bits of the element, so that their probabilities are sums of counts. Each run is then packed at each
+level; what a run takes, without the header that a tensor has once, is what the tensor takes there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packhorse import _core
+from packhorse.codecs.base import ByteArray
+from packhorse.codecs.source import natural_geometry
+from packhorse.frame import Frame, compress_buffer
+from packhorse.frame.header import frame_header_nbytes
+from packhorse.layout import DTYPE_BY_NAME, DType, Level, Split
+from packhorse.report.names import kind_of, layer_of, role_of
+from packhorse.report.results import Estimate, ExponentRow, PlaneRow, TensorRow
+from packhorse.report.sampling import RUN_NBYTES, Sample, estimate
+from packhorse.report.sources import Opened
+
+__all__ = [
+    "FLOATS",
+    "FloatFormat",
+    "PlaneCounts",
+    "bit_entropies",
+    "describe_tensor",
+    "entropy",
+    "exponent_rows",
+    "packed_estimate",
+]
+
+_NOISE = 0.99  # bits of entropy of one bit, above which it counts as noise
+_ROTATION = {"F64": 4}  # of the 16 leading bits, to the left; 1 for other floats (section 4)
+_COUNTS_256 = NDArray[np.int64]
+
+
+class FloatFormat(NamedTuple):
+    """The parts of a float: bits of its exponent and its mantissa, and the exponent of 1."""
+
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+
+
+FLOATS = {
+    "F16": FloatFormat(5, 10, 15),
+    "BF16": FloatFormat(8, 7, 127),
+    "F32": FloatFormat(8, 23, 127),
+    "F64": FloatFormat(11, 52, 1023),
+    "C64": FloatFormat(8, 23, 127),  # of each of its two parts
+    "F8_E4M3": FloatFormat(4, 3, 7),
+    "F8_E5M2": FloatFormat(5, 2, 15),
+    "F8_E4M3FNUZ": FloatFormat(4, 3, 8),
+    "F8_E5M2FNUZ": FloatFormat(5, 2, 16),
+}
+
+
+class PlaneCounts:
+    """How often each value of each plane occurs, and each exponent.
+
+    Attributes:
+        dtype: the dtype of the elements.
+        planes: counts of the 256 values of each plane, the most significant plane first;
+            (planes, 256).
+        exponents: counts of the values of the exponent; empty if the dtype is no float.
+    """
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype: DType = DTYPE_BY_NAME[dtype]
+        self._float = FLOATS.get(dtype)
+        self.planes: _COUNTS_256 = np.zeros((self.dtype.unit_nbytes, 256), np.int64)
+        size = 1 << self._float.exponent_bits if self._float else 0
+        self.exponents: NDArray[np.int64] = np.zeros(size, np.int64)
+
+    @property
+    def n_units(self) -> int:
+        """How many units were counted; an element is one unit, but for complex numbers (two) and
+        floats of 4 and 6 bits (whose bytes are counted)."""
+        return int(self.planes[0].sum())
+
+    def add(self, data: ByteArray) -> None:
+        """Counts the elements of a run."""
+        for start in range(0, data.size, RUN_NBYTES):
+            self._add(data[start : start + RUN_NBYTES])
+
+    def _add(self, data: ByteArray) -> None:
+        geometry = natural_geometry(self.dtype, data.size)
+        planes = data.reshape(1, -1)
+        if geometry.split != Split.WHOLE:
+            planes = np.empty((self.dtype.unit_nbytes, geometry.n_units), np.uint8)
+            _core.split(data, geometry, planes.reshape(-1))
+        for counts, plane in zip(self.planes, planes, strict=True):
+            counts += np.bincount(plane, minlength=256)
+        if self._float and self._float.exponent_bits > 8:
+            exponents = data.view(np.uint64) >> np.uint64(52) & np.uint64(0x7FF)
+            self.exponents += np.bincount(exponents.astype(np.int64), minlength=2048)
+        elif self._float:
+            low = 8 - self._float.exponent_bits
+            self.exponents += np.bincount(planes[0] >> low, minlength=self.exponents.size)
+
+
+def entropy(counts: NDArray[np.int64]) -> float:
+    """The entropy of counted values, in bits a value (Shannon, 1948)."""
+    shares = counts[counts > 0] / max(counts.sum(), 1)
+    return abs(float(-(shares * np.log2(shares)).sum()))
+
+
+def bit_entropies(counts: PlaneCounts) -> tuple[float, ...]:
+    """The entropy of each bit of a unit, the most significant first."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)  # [256, 8]
+    ones = (counts.planes @ bits).reshape(-1) / max(counts.n_units, 1)
+    if counts.dtype.splits[-1] == Split.FLOAT:  # undo the rotation of the leading bits
+        n_bits = min(16, 8 * counts.dtype.unit_nbytes)
+        ones[:n_bits] = np.roll(ones[:n_bits], _ROTATION.get(counts.dtype.name, 1))
+    found = []
+    for share in ones:
+        parts = np.array([share, 1 - share])
+        parts = parts[parts > 0]
+        found.append(abs(float(-(parts * np.log2(parts)).sum())))
+    return tuple(found)
+
+
+def _noise_bits(dtype: str, entropies: Sequence[float]) -> int:
+    """Bits that are noise. Bits of the exponent are not counted one by one: they depend on each
+    other, so that all of them together are far from noise even if each one is even."""
+    parts = FLOATS.get(dtype)
+    others = [*entropies[:1], *entropies[1 + parts.exponent_bits :]] if parts else entropies
+    return sum(each > _NOISE for each in others)
+
+
+def packed_estimate(
+    sample: Sample, level: Level | str, base: Sample | None = None
+) -> tuple[Estimate, list[Frame]]:
+    """What a tensor takes as a frame, from its sample.
+
+    Args:
+        sample: the tensor's sample.
+        level: "fast", "default" or "max".
+        base: the sample of its base, at the same places.
+
+    Returns:
+        The bytes of its frame, header included, and the frames of the runs.
+    """
+    entry, places = sample.entry, sample.places
+    bases: Sequence[ByteArray | None] = base.runs if base else [None] * len(sample.runs)
+    base_dtype = base.entry.dtype if base else None
+    frames = [
+        compress_buffer(
+            run, entry.dtype, shape, level=level, threads=1, base=old, base_dtype=base_dtype
+        )
+        for run, shape, old in zip(sample.runs, places.shapes, bases, strict=True)
+    ]
+    sizes = [frame.nbytes for frame in frames]
+    if places.is_whole:
+        return estimate(places, sizes), frames
+    fixed = frame_header_nbytes(len(entry.shape), 0, 0, 0, has_base=base is not None)
+    return estimate(places, [size - fixed for size in sizes], fixed), frames
+
+
+def _counts_of(sample: Sample) -> PlaneCounts:
+    counts = PlaneCounts(sample.entry.dtype)
+    for run in sample.runs:
+        counts.add(run)
+    return counts
+
+
+def describe_tensor(opened: Opened, sample: Sample) -> tuple[TensorRow, PlaneCounts]:
+    """What the report says of one tensor, and the counts of its values.
+
+    Args:
+        opened: the source.
+        sample: a sample of the tensor.
+    """
+    entry, counts = sample.entry, _counts_of(sample)
+    packed = {level: packed_estimate(sample, level) for level in ("fast", "default", "max")}
+    levels = {level: nbytes for level, (nbytes, _) in packed.items()}
+    frames = packed["default"][1]
+    frame = opened.frame(entry.name)
+    if frame is not None:
+        frames = [frame]
+        if frame.level is not None:
+            levels[frame.level.name.lower()] = Estimate(frame.nbytes)
+    entropies = bit_entropies(counts)
+    n_units = entry.nbytes // counts.dtype.unit_nbytes
+    bits = sum(entropy(plane) for plane in counts.planes)
+    plan = max(frames, key=lambda each: each.logical_nbytes).plan
+    row = TensorRow(
+        opened.row.name, entry.name, entry.dtype, entry.shape,
+        role_of(entry.name), kind_of(entry.name), layer_of(entry.name),
+        entry.nbytes, sample.places.sampled_nbytes, levels,
+        Estimate(round(bits * n_units / 8), levels["default"].error),
+        entry.packed_nbytes, frames[0].split.name.lower(),
+        plan.reason if plan else "as the packed file has it",
+        _planes(counts, frames), entropies, _noise_bits(entry.dtype, entropies),
+    )  # fmt: skip
+    return row, counts
+
+
+def _planes(counts: PlaneCounts, frames: Sequence[Frame]) -> tuple[PlaneRow, ...]:
+    """The planes, with entropies of the dtype's own split; frames may be cut otherwise."""
+    entropies = [entropy(plane) for plane in counts.planes]
+    summaries = [frame.planes() for frame in frames]
+    n_units = sum(frame.logical_nbytes for frame in frames) / counts.dtype.unit_nbytes or 1
+    if {len(each) for each in summaries} != {len(entropies)}:  # whole units: one plane, or mixed
+        modes = Counter(
+            mode.name.lower() for each in summaries for plane in each for mode in plane.modes
+        )
+        packed = sum(plane.nbytes for each in summaries for plane in each) * 8 / n_units
+        bits = 8 * counts.dtype.unit_nbytes
+        return (PlaneRow("all", bits, sum(entropies), packed, dict(modes)),)
+    rows = []
+    for i, value in enumerate(entropies):
+        modes = Counter()
+        for each in summaries:
+            modes.update({mode.name.lower(): n for mode, n in each[i].modes.items()})
+        packed = sum(each[i].nbytes for each in summaries) * 8 / n_units
+        rows.append(PlaneRow(summaries[0][i].name, 8, value, packed, dict(modes)))
+    return tuple(rows)
+
+
+def exponent_rows(
+    counted: Sequence[tuple[TensorRow, PlaneCounts]],
+) -> tuple[ExponentRow, ...]:
+    """How often each exponent occurs, by role, kind and dtype. Tensors count by their size, however
+    much of them was sampled."""
+    sums: dict[tuple[str, str, str], NDArray[np.float64]] = {}
+    for row, counts in counted:
+        if counts.n_units and counts.exponents.size:
+            key = row.role, row.kind, row.dtype
+            weighted = counts.exponents * (row.nbytes / max(row.sampled_nbytes, 1))
+            sums[key] = sums.get(key, np.zeros(counts.exponents.size)) + weighted
+    return tuple(_exponent_row(*key, found) for key, found in sums.items())
+
+
+def _exponent_row(role: str, kind: str, dtype: str, counts: NDArray[np.float64]) -> ExponentRow:
+    shares = counts / counts.sum()
+    zeros, shares = float(shares[0]), shares[1:]
+    used = np.flatnonzero(shares > 0)
+    if not used.size:
+        return ExponentRow(role, kind, dtype, 0, (), zeros)
+    first, last = int(used[0]), int(used[-1])
+    found = tuple(round(float(share), 6) for share in shares[first : last + 1])
+    return ExponentRow(role, kind, dtype, first + 1 - FLOATS[dtype].bias, found, zeros)
