@@ -20,10 +20,10 @@ from packhorse.codecs.base import ByteArray
 from packhorse.codecs.source import natural_geometry
 from packhorse.frame import Frame, compress_buffer
 from packhorse.frame.header import frame_header_nbytes
-from packhorse.layout import DTYPE_BY_NAME, DType, Level, Split
+from packhorse.layout import CHUNK_NBYTES, DTYPE_BY_NAME, DType, Level, Split
 from packhorse.report.names import kind_of, layer_of, role_of
 from packhorse.report.results import Estimate, ExponentRow, PlaneRow, TensorRow
-from packhorse.report.sampling import RUN_NBYTES, Sample, estimate
+from packhorse.report.sampling import Sample, estimate
 from packhorse.report.sources import Opened
 
 __all__ = [
@@ -71,12 +71,15 @@ class PlaneCounts:
         planes: counts of the 256 values of each plane, the most significant plane first;
             (planes, 256).
         exponents: counts of the values of the exponent; empty if the dtype is no float.
+        bits: bits that the values of each plane take at their entropy, if each piece as long as a
+            chunk has a table of its own, as chunks have; (planes,).
     """
 
     def __init__(self, dtype: str) -> None:
         self.dtype: DType = DTYPE_BY_NAME[dtype]
         self._float = FLOATS.get(dtype)
         self.planes: _COUNTS_256 = np.zeros((self.dtype.unit_nbytes, 256), np.int64)
+        self.bits: NDArray[np.float64] = np.zeros(self.dtype.unit_nbytes)
         size = 1 << self._float.exponent_bits if self._float else 0
         self.exponents: NDArray[np.int64] = np.zeros(size, np.int64)
 
@@ -88,8 +91,12 @@ class PlaneCounts:
 
     def add(self, data: ByteArray) -> None:
         """Counts the elements of a run."""
-        for start in range(0, data.size, RUN_NBYTES):
-            self._add(data[start : start + RUN_NBYTES])
+        for start in range(0, data.size, CHUNK_NBYTES):
+            self._add(data[start : start + CHUNK_NBYTES])
+
+    def entropy(self, plane: int) -> float:
+        """The entropy of a plane's values, in bits a value: the mean of its pieces."""
+        return float(self.bits[plane]) / max(self.n_units, 1)
 
     def _add(self, data: ByteArray) -> None:
         geometry = natural_geometry(self.dtype, data.size)
@@ -97,8 +104,10 @@ class PlaneCounts:
         if geometry.split != Split.WHOLE:
             planes = np.empty((self.dtype.unit_nbytes, geometry.n_units), np.uint8)
             _core.split(data, geometry, planes.reshape(-1))
-        for counts, plane in zip(self.planes, planes, strict=True):
-            counts += np.bincount(plane, minlength=256)
+        for i, plane in enumerate(planes):
+            counts = np.bincount(plane, minlength=256)
+            self.planes[i] += counts
+            self.bits[i] += entropy(counts) * plane.size
         if self._float and self._float.exponent_bits > 8:
             exponents = data.view(np.uint64) >> np.uint64(52) & np.uint64(0x7FF)
             self.exponents += np.bincount(exponents.astype(np.int64), minlength=2048)
@@ -190,7 +199,7 @@ def describe_tensor(opened: Opened, sample: Sample) -> tuple[TensorRow, PlaneCou
             levels[frame.level.name.lower()] = Estimate(frame.nbytes)
     entropies = bit_entropies(counts)
     n_units = entry.nbytes // counts.dtype.unit_nbytes
-    bits = sum(entropy(plane) for plane in counts.planes)
+    bits = sum(counts.entropy(i) for i in range(len(counts.planes)))
     plan = max(frames, key=lambda each: each.logical_nbytes).plan
     row = TensorRow(
         opened.row.name, entry.name, entry.dtype, entry.shape,
@@ -206,7 +215,7 @@ def describe_tensor(opened: Opened, sample: Sample) -> tuple[TensorRow, PlaneCou
 
 def _planes(counts: PlaneCounts, frames: Sequence[Frame]) -> tuple[PlaneRow, ...]:
     """The planes, with entropies of the dtype's own split; frames may be cut otherwise."""
-    entropies = [entropy(plane) for plane in counts.planes]
+    entropies = [counts.entropy(i) for i in range(len(counts.planes))]
     summaries = [frame.planes() for frame in frames]
     n_units = sum(frame.logical_nbytes for frame in frames) / counts.dtype.unit_nbytes or 1
     if {len(each) for each in summaries} != {len(entropies)}:  # whole units: one plane, or mixed

@@ -117,7 +117,8 @@ class PlaneRow:
     Attributes:
         name: as `packhorse inspect` names it.
         bits: bits of an element in this plane.
-        entropy: entropy of its values, in bits an element (order 0).
+        entropy: entropy of its values, in bits an element: of order 0, in each piece as long as a
+            chunk, on average.
         packed_bits: bits an element that it takes when packed at the level "default"; None if the
             tensor is not packed plane by plane.
         modes: chunks by mode, at the level "default"; of the sample, or of the packed file.
@@ -145,8 +146,8 @@ class TensorRow:
         nbytes: its bytes.
         sampled_nbytes: how many of them were looked at.
         levels: expected bytes by level: "fast", "default" and "max".
-        bound: what its planes would take at their entropy of order 0: no coder that treats elements
-            one by one does better. Contexts can.
+        bound: what its planes would take at their entropy: no coder does better that has one table
+            for each plane of a chunk and codes values one by one. Contexts can.
         packed_nbytes: bytes of its frame if the source is packed; otherwise None.
         split: how elements become planes, as `packhorse inspect` says.
         reason: why it is packed so, in one line.
