@@ -25,7 +25,16 @@ from packhorse.report.sampling import Places, budget, choose_places, take_sample
 from packhorse.report.sources import Entry, Source, find_sources, opened
 from packhorse.threads import map_tensors
 
-__all__ = ["SAMPLE_NBYTES", "Options", "Watch", "make_findings"]
+__all__ = [
+    "SAMPLE_NBYTES",
+    "Described",
+    "Options",
+    "PlannedSource",
+    "Watch",
+    "describe_source",
+    "make_findings",
+    "plan_report",
+]
 
 SAMPLE_NBYTES = 1 << 28
 
@@ -42,12 +51,16 @@ class Options:
         full: whether everything is read and packed, instead of samples.
         sample_nbytes: bytes to look at of each source, about.
         checkpoints_per_day: how often such files are written, for what is saved in a year.
+        seconds_per_step: how long a step of the training takes; None if nobody knows.
+        engines: whether other packers are measured on samples.
         threads: the number of threads; None for one per core, at most 8.
     """
 
     full: bool = False
     sample_nbytes: int = SAMPLE_NBYTES
     checkpoints_per_day: float = 24.0
+    seconds_per_step: float | None = None
+    engines: bool = True
     threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -63,6 +76,8 @@ class Options:
             raise ValueError(
                 f"checkpoints_per_day is {self.checkpoints_per_day}; it must be 0 or more"
             )
+        if self.seconds_per_step is not None and not self.seconds_per_step > 0:
+            raise ValueError(f"seconds_per_step is {self.seconds_per_step}; it must be above 0")
 
     def places(self, entries: Sequence[Entry]) -> list[Places]:
         """Where to look at the tensors of a source."""
@@ -140,9 +155,7 @@ def make_findings(
     """
     start = time.perf_counter()
     options, watch = options or Options(), watch or _no_display
-    found = find_sources(sources, storage_options=storage_options)
-    if base is not None:
-        found = _with_base(base, found, storage_options)
+    found = _found(sources, base, storage_options)
     shape = _shape_of(found)
     described, problems = _describe_all(_shown(found, shape), options, watch)
     tensors = [each for one in described for each in one.tensors]
@@ -167,6 +180,65 @@ def make_findings(
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class PlannedSource:
+    """A source that a report would read.
+
+    Attributes:
+        name, path, form, step, n_tensors, nbytes: as in `SourceRow`.
+        sampled_nbytes: bytes that would be looked at, to begin with.
+    """
+
+    name: str
+    path: str
+    form: str
+    step: int | None
+    n_tensors: int
+    nbytes: int
+    sampled_nbytes: int
+
+
+def plan_report(
+    sources: Sequence[str | os.PathLike[str]],
+    *,
+    base: str | os.PathLike[str] | None = None,
+    options: Options | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> tuple[str, list[PlannedSource]]:
+    """What a report would read; only headers are read now.
+
+    Args:
+        sources, base, options, storage_options: as for `make_findings`.
+
+    Returns:
+        The report's shape ("models", "series" or "pair"), and its sources.
+
+    Raises:
+        Exception: as for `make_findings`; and a source cannot be opened.
+    """
+    found = _found(sources, base, storage_options)
+    planned = []
+    for source in found:
+        with opened(source) as file:
+            row, places = file.row, (options or Options()).places(file.entries)
+        planned.append(
+            PlannedSource(
+                row.name, row.path, row.form, row.step, row.n_tensors, row.nbytes,
+                sum(each.sampled_nbytes for each in places),
+            )
+        )  # fmt: skip
+    return _shape_of(found), planned
+
+
+def _found(
+    sources: Sequence[str | os.PathLike[str]],
+    base: str | os.PathLike[str] | None,
+    storage_options: Mapping[str, Any] | None,
+) -> list[Source]:
+    found = find_sources(sources, storage_options=storage_options)
+    return found if base is None else _with_base(base, found, storage_options)
+
+
 def _with_base(
     base: str | os.PathLike[str], found: list[Source], options: Mapping[str, Any] | None
 ) -> list[Source]:
@@ -175,7 +247,7 @@ def _with_base(
             f"a base goes with one model, but there are {len(found)} sources; name one model, or "
             "leave the base out"
         )
-    return find_sources([base, found[0].path], storage_options=options)
+    return find_sources([base, found[0].path], as_series=False, storage_options=options)
 
 
 def _shape_of(found: Sequence[Source]) -> str:

@@ -79,11 +79,21 @@ class Problem:
         source: the source.
         tensor: the tensor's name; None if the source as a whole is concerned.
         message: the complete description.
+        is_note: whether all data is there and good, and this is only worth knowing.
     """
 
     source: str
     tensor: str | None
     message: str
+    is_note: bool = False
+
+    @property
+    def line(self) -> str:
+        """The description as one line, which names the source and the tensor."""
+        line = " ".join(self.message.split())
+        if self.tensor is not None and self.tensor not in line:
+            line = f"tensor {self.tensor!r}: {line}"
+        return line if self.source in line else f"{self.source}: {line}"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -35,9 +35,10 @@ from packhorse.storage.locations import Place, open_place, open_storage
 from packhorse.storage.source import open_source
 from packhorse.storage.source_file import stamp_of
 
-__all__ = ["Entry", "Opened", "Source", "find_sources", "opened"]
+__all__ = ["Entry", "Opened", "Runs", "Source", "find_sources", "opened"]
 
-Runs = Sequence[tuple[int, int]]
+# The first byte of each run, and the one after its last.
+Runs: TypeAlias = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ class Opened:
 def find_sources(
     sources: Sequence[str | os.PathLike[str]],
     *,
+    as_series: bool = True,
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[Source]:
     """Finds what the words of a caller mean.
@@ -123,6 +125,7 @@ def find_sources(
     Args:
         sources: paths or URLs: a model file or folder, a snapshot store, or a pattern such as
             "run/checkpoint-*" of paths.
+        as_series: whether paths that differ in one number are a series.
         storage_options: options for the file systems of URLs, as in fsspec.
 
     Returns:
@@ -140,7 +143,7 @@ def find_sources(
     places = {word: open_place(word, storage_options) for word in words}
     if len(words) == 1 and _is_store(places[words[0]]):
         return _snapshots(words[0], storage_options)
-    steps = steps_of(words)
+    steps = steps_of(words) if as_series else None
     names = _short_names(words)
     found = [
         Source(name, word, None, steps[i] if steps else None, storage_options)
