@@ -8,6 +8,7 @@ level; what a run takes, without the header that a tensor has once, is what the 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -159,19 +160,33 @@ def packed_estimate(
         The bytes of its frame, header included, and the frames of the runs.
     """
     entry, places = sample.entry, sample.places
-    bases: Sequence[ByteArray | None] = base.runs if base else [None] * len(sample.runs)
-    base_dtype = base.entry.dtype if base else None
-    frames = [
-        compress_buffer(
-            run, entry.dtype, shape, level=level, threads=1, base=old, base_dtype=base_dtype
-        )
-        for run, shape, old in zip(sample.runs, places.shapes, bases, strict=True)
-    ]
-    sizes = [frame.nbytes for frame in frames]
+    frames = _frames(sample, places.shapes, level, base)
     if places.is_whole:
-        return estimate(places, sizes), frames
+        return estimate(places, [frame.nbytes for frame in frames]), frames
+    n_with_side = sum(frame.header.n_row_dims > 0 for frame in frames)
+    if 0 < n_with_side < len(frames) / 2:
+        # The tensor has side data or none, and most runs say none: so no run may have any.
+        flat = [(math.prod(shape),) for shape in places.shapes]
+        frames = _frames(sample, flat, level, base)
+    n_planes = frames[0].header.n_planes
     fixed = frame_header_nbytes(len(entry.shape), 0, 0, 0, has_base=base is not None)
-    return estimate(places, [size - fixed for size in sizes], fixed), frames
+    own = [frame.nbytes - frame.header.header_nbytes for frame in frames]
+    side = [len(frame.header.side_stream) + 4 * (1 + n_planes) * frame.n_chunks for frame in frames]
+    return estimate(places, [a + b for a, b in zip(own, side, strict=True)], fixed), frames
+
+
+def _frames(
+    sample: Sample, shapes: Sequence[tuple[int, ...]], level: Level | str, base: Sample | None
+) -> list[Frame]:
+    """The runs of a sample, packed."""
+    bases: Sequence[ByteArray | None] = base.runs if base else [None] * len(sample.runs)
+    return [
+        compress_buffer(
+            run, sample.entry.dtype, shape, level=level, threads=1, base=old,
+            base_dtype=base.entry.dtype if base else None,
+        )
+        for run, shape, old in zip(sample.runs, shapes, bases, strict=True)
+    ]  # fmt: skip
 
 
 def _counts_of(sample: Sample) -> PlaneCounts:

@@ -81,8 +81,8 @@ class Options:
 
     def places(self, entries: Sequence[Entry]) -> list[Places]:
         """Where to look at the tensors of a source."""
-        limit = budget(entries, self.sample_nbytes)
-        return [choose_places(entry, entry.nbytes if self.full else limit) for entry in entries]
+        share = 1.0 if self.full else budget(entries, self.sample_nbytes)
+        return [choose_places(entry, share) for entry in entries]
 
 
 @dataclass

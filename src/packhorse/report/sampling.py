@@ -2,9 +2,12 @@
 
 A sample is some runs of a tensor: the tensor is cut into as many equal parts as there are runs, and
 each part gives one run at a random place (stratified sampling; Cochran, Sampling Techniques, 1977,
-chapter 5). Runs have whole rows where rows are short, so that they pack as the tensor does. A small
-tensor is its own sample, without error. The places follow from the tensor's name and size, so that
-reports of the same files agree, and so that checkpoints are compared at the same places.
+chapter 5). Large tensors have more runs than small ones, and very small ones are taken whole.
+
+A run is as long as a chunk of the format: shorter ones would pack worse than the tensor does,
+because each has tables of its own. It has whole rows where rows are short, so that it packs as the
+tensor does. The places follow from the tensor's name and size, so that reports of the same files
+agree, and so that checkpoints are compared at the same places.
 """
 
 from __future__ import annotations
@@ -18,15 +21,16 @@ from itertools import pairwise
 import numpy as np
 
 from packhorse.codecs.base import ByteArray
-from packhorse.layout import DTYPE_BY_NAME
+from packhorse.layout import CHUNK_NBYTES, DTYPE_BY_NAME
 from packhorse.report.results import Estimate
 from packhorse.report.sources import Entry, Opened
 
 __all__ = ["RUN_NBYTES", "Places", "Sample", "budget", "choose_places", "estimate", "take_sample"]
 
-# A chunk or two of the format: long enough to pack as well as the whole tensor.
-RUN_NBYTES = 1 << 18
-_MIN_RUNS = 4  # fewer would say nothing of the error
+RUN_NBYTES = CHUNK_NBYTES
+# One would say nothing of the error. Two say little of one tensor, but enough of many together.
+_MIN_RUNS = 2
+_WHOLE_NBYTES = _MIN_RUNS * RUN_NBYTES * 3 // 2  # a tensor of up to so many bytes is taken whole
 _UNIT = math.lcm(*(dtype.bits for dtype in DTYPE_BY_NAME.values())) // 8
 
 
@@ -64,42 +68,42 @@ class Sample:
     runs: tuple[ByteArray, ...]
 
 
-def budget(entries: Sequence[Entry], sample_nbytes: int) -> int:
-    """The bytes to sample of each tensor that has more, so that all samples together have about
-    `sample_nbytes`: what small tensors leave goes to the large ones."""
-    left, sizes = sample_nbytes, sorted(entry.nbytes for entry in entries)
-    for i, nbytes in enumerate(sizes):
-        share = left // (len(sizes) - i)
-        if nbytes > share:
-            return max(share, _MIN_RUNS * RUN_NBYTES // 16)
-        left -= nbytes
-    return max(sizes, default=0)
+def budget(entries: Sequence[Entry], sample_nbytes: int) -> float:
+    """The share of each tensor to sample, so that all samples together have about `sample_nbytes`.
+    Each has at least two runs, however many tensors there are.
+
+    Args:
+        entries: the tensors of a source.
+        sample_nbytes: bytes to look at.
+    """
+    small = [entry.nbytes for entry in entries if entry.nbytes <= _WHOLE_NBYTES]
+    large = sum(entry.nbytes for entry in entries) - sum(small)
+    return max(sample_nbytes - sum(small), 0) / large if large else 1.0
 
 
-def choose_places(entry: Entry, limit: int) -> Places:
+def choose_places(entry: Entry, share: float) -> Places:
     """Where to sample a tensor.
 
     Args:
         entry: the tensor.
-        limit: bytes to sample, about; a tensor that is hardly longer is taken whole.
+        share: how much of it to sample, about, between 0 and 1; a tensor that is hardly longer than
+            that is taken whole.
     """
-    if entry.nbytes <= limit + limit // 2 or entry.nbytes <= _MIN_RUNS * _UNIT:
+    n_runs = max(_MIN_RUNS, round(entry.nbytes * share / RUN_NBYTES))
+    if entry.nbytes <= n_runs * RUN_NBYTES * 3 // 2:
         return Places(((0, entry.nbytes),), (entry.shape,), entry.nbytes)
-    n_runs = max(_MIN_RUNS, limit // RUN_NBYTES)
-    run_nbytes, shape = _run_of(entry, limit // n_runs)
+    run_nbytes, shape = _run_of(entry)
     rng = np.random.default_rng(zlib.crc32(entry.name.encode()) + entry.nbytes)
     n_units = entry.nbytes // run_nbytes  # the rest at the end is never sampled; it is short
-    n_runs = min(n_runs, n_units)
     edges = [i * n_units // n_runs for i in range(n_runs + 1)]
     starts = [int(rng.integers(a, b)) * run_nbytes for a, b in pairwise(edges)]
     runs = tuple((start, start + run_nbytes) for start in starts)
     return Places(runs, (shape,) * n_runs, entry.nbytes)
 
 
-def _run_of(entry: Entry, nbytes: int) -> tuple[int, tuple[int, ...]]:
-    """The bytes and the shape of a run of about `nbytes`: whole rows if many fit, otherwise whole
-    elements."""
-    bits = DTYPE_BY_NAME[entry.dtype].bits
+def _run_of(entry: Entry) -> tuple[int, tuple[int, ...]]:
+    """The bytes and the shape of a run: whole rows if many fit, otherwise whole elements."""
+    bits, nbytes = DTYPE_BY_NAME[entry.dtype].bits, RUN_NBYTES
     row_nbytes = entry.nbytes // entry.shape[0] if entry.shape else entry.nbytes
     if len(entry.shape) > 1 and row_nbytes * 16 <= nbytes and row_nbytes * 8 % bits == 0:
         n_rows = nbytes // row_nbytes
