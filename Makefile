@@ -29,7 +29,7 @@ TIME ?= 60
 # Minutes for the soak: make soak MINUTES=60 ARGS="--seed 7 --parts kills forks"
 MINUTES ?= 10
 
-.PHONY: help venv demo test test-lmcache test-vllm lint format docs docs-serve bench compat data training rl-trace sanitize fuzz soak tsan compile arm wheel clean
+.PHONY: help venv demo test test-lmcache test-vllm lint format docs docs-serve bench compat data training rl-trace study sanitize fuzz soak tsan compile arm wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -86,6 +86,9 @@ training: .venv/.bench ## make the training run of the benchmark data (17 minute
 
 rl-trace: .venv/.bench ## make the trace of weight updates of a reinforcement learning run (35 minutes; goes on if stopped)
 	@$(PY) benchmarks/rl_trace.py $(ARGS)
+
+study: .venv/.bench .venv/.model ## train six small models (5.5 GB, 40 minutes; goes on if stopped) for the study of what compresses
+	@$(PY) benchmarks/study.py $(ARGS)
 
 sanitize: .venv/.sanitize .venv/.model .venv/.torchrec ## run the tests on a core built with ASan and UBSan
 	@LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \

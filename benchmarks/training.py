@@ -15,10 +15,7 @@ benchmark figures carry the hash of the data that they were measured on.
 """
 
 import argparse
-import hashlib
 import json
-import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,12 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import safetensors
 import torch
-from numpy.typing import NDArray
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 # Run as a file, a command finds the package `benchmarks` only in the folder that holds it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -39,19 +31,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.common import machine
 from benchmarks.common.reruns import check_same, one_thread
 from benchmarks.data import sets
-from benchmarks.data.language_model import LanguageModel, ModelShape
+from benchmarks.data.language_model import ModelShape
+from benchmarks.data.trainer import (
+    BETAS,
+    CHECKPOINT,
+    State,
+    Trainer,
+    adamw,
+    described,
+    file_names,
+    identity,
+    write_manifest,
+)
 from benchmarks.data.vocabulary import Vocabulary
 
 __all__ = ["Recipe", "main", "train"]
 
-CHECKPOINT = "checkpoint.safetensors"
-# Kinds of files, and whether they hold weights, first moments or second moments. The number is the
-# width in bits; p says that the optimizer worked in bf16 too.
-KINDS = {"w32": "w", "w16": "w", "m32": "m", "v32": "v", "p16": "w", "pm16": "m", "pv16": "v"}
 WHOLE = ("w32", "w16", "m32", "v32")  # a whole state
-BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1  # of matrices; the scales of the norms do not decay
-MAX_GRADIENT_NORM = 1.0
 # Steps before the last whose weights are kept; of the first one the moments too.
 NEIGHBOURS = (1, 4, 6, 7, 8)
 TAIL = (4, 5, 6, 8)  # steps after the last, in pure bf16
@@ -97,7 +94,7 @@ class Recipe:
         return self.peak_rate * min(step / self.warm_up, 1.0) * (1 - 0.9 * cooled)
 
     def kept(self, step: int) -> tuple[str, ...]:
-        """The kinds of files that a step leaves, of `KINDS`."""
+        """The kinds of files that a step leaves, of `trainer.KINDS`."""
         doubling, rest = divmod(step, self.first_kept)
         geometric = rest == 0 and doubling.bit_count() == 1 and step <= self.full_steps
         if geometric or self.last - step in (0, NEIGHBOURS[0]):
@@ -115,77 +112,11 @@ class Recipe:
     def files(self) -> list[str]:
         """The names of all files that the run and its tail leave, except the manifest."""
         end = self.last + TAIL[-1]
-        return _file_names(self.kept, end) + _file_names(self.kept_of_tail, end)
+        return file_names(self.kept, end) + file_names(self.kept_of_tail, end)
 
     def history_files(self) -> list[str]:
         """The names of those that the history adds."""
-        return _file_names(self.kept_of_history, self.last + HISTORY[-1])
-
-
-@dataclass
-class _State:
-    """Everything that the next step depends on, and a record of the steps before.
-
-    Attributes:
-        step: steps done.
-        weights: the masters by name; fp32, or bf16 in the tail.
-        first: first moments, of the same type.
-        second: second moments.
-        losses: the loss of each step.
-        seconds: processor time spent.
-    """
-
-    step: int
-    weights: dict[str, Tensor]
-    first: dict[str, Tensor]
-    second: dict[str, Tensor]
-    losses: list[float]
-    seconds: float
-
-    def cast(self, dtype: torch.dtype) -> "_State":
-        """The same with weights and moments of another type."""
-        parts = ({n: t.to(dtype) for n, t in p.items()} for p in self._parts().values())
-        return _State(self.step, *parts, self.losses, self.seconds)
-
-    def tensors(self, kind: str) -> dict[str, Tensor]:
-        """The tensors of one file.
-
-        Args:
-            kind: of `KINDS`.
-        """
-        part = self._parts()[KINDS[kind]]
-        return {n: t.bfloat16() for n, t in part.items()} if kind.endswith("16") else part
-
-    def _parts(self) -> dict[str, dict[str, Tensor]]:
-        return {"w": self.weights, "m": self.first, "v": self.second}
-
-    def save(self, path: Path, identity: dict[str, Any]) -> None:
-        """Write what `load` needs to go on."""
-        tensors = {f"{p}.{n}": t for p, part in self._parts().items() for n, t in part.items()}
-        record = {"step": self.step, "losses": self.losses, "seconds": self.seconds, **identity}
-        _write(path, tensors, {"state": json.dumps(record)})
-
-    @classmethod
-    def load(cls, path: Path, identity: dict[str, Any]) -> "_State":
-        """The state in a checkpoint.
-
-        Raises:
-            ValueError: it belongs to a run with other settings, sources or versions.
-        """
-        with safetensors.safe_open(path, "pt") as file:
-            record = json.loads(file.metadata()["state"])
-        parts: dict[str, dict[str, Tensor]] = {"w": {}, "m": {}, "v": {}}
-        for key, tensor in _read(path).items():
-            part, name = key.split(".", 1)
-            parts[part][name] = tensor
-        check_same(path, record, identity)
-        return cls(record["step"], *parts.values(), record["losses"], record["seconds"])
-
-    @classmethod
-    def kept(cls, folder: Path, step: int) -> "_State":
-        """The state in the files of a step, with an empty record."""
-        parts = (_read(folder / _file_name(kind, step)) for kind in ("w32", "m32", "v32"))
-        return cls(step, *parts, [], 0.0)
+        return file_names(self.kept_of_history, self.last + HISTORY[-1])
 
 
 def train(
@@ -218,189 +149,49 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = Vocabulary.of(texts, recipe.shape.vocabulary)
     ids = vocabulary.encode(texts)
-    identity = _identity(recipe, vocabulary, ids)
-    trainer = _Trainer(recipe, folder, ids, on_step)
+    settings = {"betas": list(BETAS), "weight_decay": WEIGHT_DECAY}
+    wanted = identity(asdict(recipe), settings, vocabulary, ids)
+    trainer = Trainer(recipe, folder, ids, lambda state: [adamw(state, WEIGHT_DECAY)], on_step)
     with one_thread():
         if record is None:
-            record = _do_run(trainer, checkpoint, identity) | {"n_tokens": len(ids)}
-            _write_manifest(folder, record)
+            record = _do_run(trainer, recipe, checkpoint, wanted) | {"n_tokens": len(ids)}
+            write_manifest(folder, record)
             checkpoint.unlink()
-        check_same(manifest, record, identity)
-        _write_manifest(folder, record | {"history": _do_history(trainer)})
+        check_same(manifest, record, wanted)
+        write_manifest(folder, record | {"history": _do_history(trainer, recipe)})
 
 
-def _do_run(trainer: "_Trainer", checkpoint: Path, identity: dict[str, Any]) -> dict[str, Any]:
+def _do_run(
+    trainer: Trainer, recipe: Recipe, checkpoint: Path, wanted: dict[str, Any]
+) -> dict[str, Any]:
     """Do the steps up to the last, and the tail; returns what the manifest says about them."""
-    recipe, folder = trainer.recipe, trainer.folder
+    folder = trainer.folder
     begun = checkpoint.exists()
-    state = _State.load(checkpoint, identity) if begun else _first(trainer.model)
-    trainer.go(state, recipe.last, recipe.kept, lambda: state.save(checkpoint, identity))
+    state = State.load(checkpoint, wanted) if begun else State.of(trainer.model)
+    trainer.go(state, recipe.last, recipe.kept, lambda: state.save(checkpoint, wanted))
     tail = state.cast(torch.bfloat16)
     trainer.go(tail, recipe.last + TAIL[-1], recipe.kept_of_tail)
     return {
-        **identity,
+        **wanted,
         "machine": machine.describe(),
         "cpu_seconds": round(tail.seconds, 1),
         "parameters": {n: list(w.shape) for n, w in tail.weights.items()},
-        "files": {name: _described(folder / name) for name in recipe.files()},
+        "files": {name: described(folder / name) for name in recipe.files()},
         "losses": tail.losses,
     }
 
 
-def _do_history(trainer: "_Trainer") -> dict[str, Any]:
+def _do_history(trainer: Trainer, recipe: Recipe) -> dict[str, Any]:
     """Do the steps of the history, starting from the files of the last step with fp32 masters."""
-    recipe, folder = trainer.recipe, trainer.folder
-    state = _State.kept(folder, recipe.last)
+    folder = trainer.folder
+    state = State.kept(folder, recipe.last)
     trainer.go(state, recipe.last + HISTORY[-1], recipe.kept_of_history)
     return {
         "steps": [recipe.last + step for step in HISTORY],
         "cpu_seconds": round(state.seconds, 1),
-        "files": {name: _described(folder / name) for name in recipe.history_files()},
+        "files": {name: described(folder / name) for name in recipe.history_files()},
         "losses": state.losses,
     }
-
-
-def _first(model: LanguageModel) -> _State:
-    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
-    moments = [{n: torch.zeros_like(w) for n, w in weights.items()} for _ in range(2)]
-    return _State(0, weights, *moments, [], 0.0)
-
-
-class _Trainer:
-    """Takes a state from step to step and writes the files of the steps that are kept."""
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        folder: Path,
-        ids: NDArray[np.int32],
-        on_step: Callable[[int, float], None],
-    ) -> None:
-        self.recipe = recipe
-        self.folder = folder
-        self.model = LanguageModel(recipe.shape, seed=recipe.seed)
-        self._ids = ids
-        self._on_step = on_step
-
-    def go(
-        self,
-        state: _State,
-        last: int,
-        kept: Callable[[int], tuple[str, ...]],
-        save: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Do the steps up to `last`; the state is changed in place.
-
-        Args:
-            state: where it begins.
-            last: the last step.
-            kept: the kinds of files that a step leaves.
-            save: called every `save_every` steps and at the end.
-        """
-        optimizer = _optimizer(state)
-        spent, begun = state.seconds, time.process_time()
-        while state.step < last:
-            self._step(state, optimizer)
-            state.seconds = spent + time.process_time() - begun
-            for kind in kept(state.step):
-                path = self.folder / _file_name(kind, state.step)
-                _write(path, state.tensors(kind), {"format": "pt"})
-            if state.step % self.recipe.save_every == 0 or state.step == last:
-                save()
-            self._on_step(state.step, state.losses[-1])
-
-    def _step(self, state: _State, optimizer: torch.optim.AdamW) -> None:
-        state.step += 1
-        parameters = dict(self.model.named_parameters())
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(state.weights[name].bfloat16())
-        self.model.zero_grad()
-        loss = self.model(self._batch(state.step))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters.values(), MAX_GRADIENT_NORM)
-        for name, parameter in parameters.items():
-            weight = state.weights[name]
-            weight.grad = parameter.grad.to(weight.dtype)
-        for group in optimizer.param_groups:
-            group["lr"] = self.recipe.rate(state.step)
-        optimizer.step()
-        state.losses.append(round(loss.item(), 4))
-
-    def _batch(self, step: int) -> Tensor:
-        """Sequences from anywhere in the text; the same for the same step."""
-        length = self.recipe.context + 1
-        rng = np.random.default_rng((self.recipe.seed, step))
-        starts = rng.integers(0, len(self._ids) - length, self.recipe.batch)
-        rows = [self._ids[start : start + length] for start in starts]
-        return torch.from_numpy(np.stack(rows).astype(np.int64))
-
-
-def _optimizer(state: _State) -> torch.optim.AdamW:
-    """AdamW that works on the tensors of the state."""
-    matrices = [w for w in state.weights.values() if w.dim() > 1]
-    scales = [w for w in state.weights.values() if w.dim() == 1]
-    groups = [{"params": matrices}, {"params": scales, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
-    for name, weight in state.weights.items():
-        optimizer.state[weight] = {
-            "step": torch.tensor(float(state.step)),
-            "exp_avg": state.first[name],
-            "exp_avg_sq": state.second[name],
-        }
-    return optimizer
-
-
-def _identity(recipe: Recipe, vocabulary: Vocabulary, ids: NDArray[np.int32]) -> dict[str, Any]:
-    """What two runs must share to give the same files on the same machine."""
-    return {
-        "recipe": asdict(recipe),
-        "optimizer": {
-            "betas": list(BETAS),
-            "weight_decay": WEIGHT_DECAY,
-            "max_gradient_norm": MAX_GRADIENT_NORM,
-        },
-        "vocabulary_sha256": hashlib.sha256(b"\0".join(vocabulary.words)).hexdigest(),
-        "tokens_sha256": hashlib.sha256(ids.tobytes()).hexdigest(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": str(torch.__version__),
-            "numpy": np.__version__,
-        },
-    }
-
-
-def _file_name(kind: str, step: int) -> str:
-    return f"{kind}_{step:06}.safetensors"
-
-
-def _file_names(kept: Callable[[int], tuple[str, ...]], last: int) -> list[str]:
-    return [_file_name(kind, step) for step in range(1, last + 1) for kind in kept(step)]
-
-
-def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a file so that it is there whole or not at all."""
-    part = path.with_suffix(".part")
-    save_file({n: t.detach() for n, t in tensors.items()}, part, metadata)
-    os.replace(part, path)
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file. Clones have PyTorch's own alignment, on which the order of sums may
-    depend."""
-    return {name: tensor.clone() for name, tensor in load_file(path).items()}
-
-
-def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    part = folder / f"{sets.TRAINING_MANIFEST}.part"
-    part.write_text(json.dumps(manifest, indent=1) + "\n")
-    os.replace(part, folder / sets.TRAINING_MANIFEST)
-
-
-def _described(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"nbytes": path.stat().st_size, "sha256": digest}
 
 
 def main(argv: list[str]) -> int:

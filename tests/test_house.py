@@ -63,6 +63,7 @@ THIRD_PARTY = {
     "learn": {"numpy", "scipy", "sklearn", "threadpoolctl"},
     "learn.swag": {"numpy", "torch"},
     "report": {"numpy"},
+    "report.engines": {"numpy", "zstandard"},
     "wire": {"numpy", "torch"},
     "wire.updates": {"numpy", "xxhash", "zstandard"},
     "cli": {"numpy", "rich", "typer"},

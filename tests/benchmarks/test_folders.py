@@ -20,9 +20,10 @@ ALLOWED = {
     "host": {"common", "data", "codecs"},
     "learn": {"common", "data"},
     "wire": {"common", "data", "codecs"},
+    "study": {"common", "data"},
     "": {
         *("common", "data", "codecs", "snapshots", "layers", "gpu", "shelf", "host", "learn"),
-        "wire",
+        *("wire", "study"),
     },
 }
 
