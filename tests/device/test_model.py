@@ -33,11 +33,11 @@ from transformers import (
     PreTrainedModel,
 )
 
+from packhorse.codecs import weight_plan
 from packhorse.device import (
     PackedLinear,
     PackedWeight,
     describe_weights,
-    formats,
     join_weights,
     pack_model_,
     packed_arrays,
@@ -523,5 +523,5 @@ def test_a_model_compiles_without_breaks() -> None:
 
 
 def test_limits_are_those_of_the_documents() -> None:
-    assert formats.MAX_RATIO == 0.9
-    assert formats.MAX_W11_EXCEPTIONS == 1 / 2000
+    assert weight_plan.MAX_RATIO == 0.9
+    assert weight_plan.MAX_W11_EXCEPTIONS == 1 / 2000

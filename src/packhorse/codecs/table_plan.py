@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from packhorse.codecs.tables import TablePacker
 from packhorse.table_layout import (
     LIST_END,
     TABLE_STRIDE_ALIGNMENT,
@@ -31,15 +32,19 @@ __all__ = [
     "MAX_FAST_SHARE",
     "MAX_FAST_SHARE_OF_PLAIN",
     "MAX_MARKED_SHARE",
-    "SAMPLE_NBYTES",
     "TableWay",
     "choose_way",
+    "count_exceptions",
     "list_ways",
+    "packed_nbytes",
+    "sample_places",
     "way_of_packed",
 ]
 
 GRANULES = (32, 128)
-SAMPLE_NBYTES = 8 << 20  # of plain rows, enough for a choice
+_SAMPLE_NBYTES = 8 << 20  # of plain rows, enough for a choice
+_SAMPLED_RUNS = 64  # of neighbouring rows in a sample
+_BLOCK_NBYTES = 4 << 20  # of packed rows that are made to count their exceptions
 MAX_FAST_SHARE = 0.02  # of the packed rows, that exceptions may take in fast memory
 MAX_FAST_SHARE_OF_PLAIN = 0.005
 MAX_MARKED_SHARE = 0.1  # of rows that may have exceptions, where rows will change
@@ -64,6 +69,66 @@ _INDICES = (*_CODES[1:], *((1 << bits, bits, False) for bits in (6, 7, 8)))  # o
 _MIN_USES = 16  # of a value, in the sample, on average
 _MARK_BITS = 2  # of a row's mark and rank
 _Words = NDArray[np.unsignedinteger]
+
+
+def sample_places(n_rows: int, row_nbytes: int) -> list[tuple[int, int]]:
+    """Where the rows lie that decide how a table is packed: runs, evenly spread, of 8 MiB at most.
+
+    Args:
+        n_rows: rows of the table.
+        row_nbytes: bytes of a plain row.
+
+    Returns:
+        The first row of each run, and the one after its last.
+    """
+    n = min(n_rows, max(1, _SAMPLE_NBYTES // row_nbytes))
+    if n == n_rows:
+        return [(0, n_rows)]
+    n_runs = min(_SAMPLED_RUNS, n)
+    length = n // n_runs
+    step = (n_rows - length) / max(n_runs - 1, 1)
+    return [(int(i * step), int(i * step) + length) for i in range(n_runs)]
+
+
+def count_exceptions(
+    rows: NDArray[np.uint8], format: TableFormat, *, threads: int = 1
+) -> tuple[int, int]:
+    """Rows of a table that would have exceptions, and the number of these.
+
+    Args:
+        rows: uint8, (any number, bytes of a plain row), C-contiguous.
+        format: how the table would be packed.
+        threads: how many threads of the core work on it.
+
+    Raises:
+        TypeError, ValueError: as for `TablePacker`.
+    """
+    n_marked = n_exceptions = 0
+    if format.mode is TableMode.RAW:
+        return n_marked, n_exceptions
+    step = max(1, _BLOCK_NBYTES // format.stride)
+    memory = np.empty((min(step, len(rows)), format.stride), np.uint8)
+    for start in range(0, len(rows), step):
+        block = rows[start : start + step]
+        packer = TablePacker(format, memory[: len(block)], threads=threads)
+        packer.add(block)
+        n_marked += int(packer.marked.sum())
+        n_exceptions += packer.finish().exception_columns.size
+    return n_marked, n_exceptions
+
+
+def packed_nbytes(n_rows: int, n_marked: int, n_exceptions: int, format: TableFormat) -> int:
+    """Bytes of all arrays of a packed table (docs/format.md, section 14).
+
+    Args:
+        n_rows: rows of the table.
+        n_marked: rows with exceptions.
+        n_exceptions: exceptions of all rows.
+        format: how it is packed.
+    """
+    marks_and_ranks = 2 * 4 * -(-n_rows // 32)
+    exceptions = 4 * (n_marked + 1) + (2 + format.element_nbytes) * n_exceptions
+    return n_rows * format.stride + marks_and_ranks + exceptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from packhorse.arguments import resolve_threads
 from packhorse.codecs import weights
+from packhorse.codecs.weight_plan import SAMPLED_ROWS, suits_w11, was_misjudged, why_no_gain
 from packhorse.device.operators import require_kernels
 from packhorse.device.packed_arrays import count_exceptions
 from packhorse.device.packed_weight import PackedWeight
@@ -20,8 +21,6 @@ from packhorse.layout import W11, W12, WEIGHT_FORMATS, WeightFormat
 
 __all__ = [
     "MAX_FAST_EXCEPTIONS",
-    "MAX_RATIO",
-    "MAX_W11_EXCEPTIONS",
     "MIN_SPEED",
     "PackingPlan",
     "StaysPlain",
@@ -32,19 +31,12 @@ __all__ = [
     "resolve_format_or_auto",
 ]
 
-MAX_RATIO = 0.9  # packed to plain bytes; above, a layer stays plain
-# The share of exceptions up to which "auto" prefers W11. Each exception fetches an input of its
-# own, and a program fetches them one block after the other. With normal rows, 1.2 % of the elements
-# are exceptions, and W11 is predicted and simulated at half of BF16's speed; with one in 2000 it is
-# predicted at 0.83 to 0.98 of W12's speed (8 tokens, matrices of a Llama of 8B, H200).
-MAX_W11_EXCEPTIONS = 1 / 2000
 # The lowest speed, as a share of the plain weight's, where speed decides. It is below 1 because the
 # clocks of GPUs vary that much.
 MIN_SPEED = 0.97
 # The share of exceptions up to which measured and predicted speeds hold: they were measured with
 # rows of normal distributions, where 0.03 % and 1.3 % of the elements are exceptions.
 MAX_FAST_EXCEPTIONS = {"W12": 0.001, "W11": 0.015}
-_SAMPLED_ROWS = 64  # of a weight, to estimate its exceptions
 
 
 class StaysPlain(NamedTuple):
@@ -134,7 +126,7 @@ def pack_if_smaller(
     packed = pack_weight(weight, chosen)
     if _was_misjudged(packed.exceptions.numel(), weight, chosen, format, for_tokens):
         packed = pack_weight(weight, W12)
-    reason = _why_no_gain(packed.packed_nbytes, weight, packed.format)
+    reason = why_no_gain(packed.packed_nbytes, weight.numel(), packed.format)
     return packed if reason is None else StaysPlain(reason)
 
 
@@ -163,7 +155,7 @@ def plan_if_smaller(
         chosen, n_exceptions = W12, count_exceptions(weight, W12)
     n_rows, n_columns = weight.shape
     nbytes = weights.packed_nbytes(n_rows, n_columns, n_exceptions, chosen)
-    reason = _why_no_gain(nbytes, weight, chosen)
+    reason = why_no_gain(nbytes, weight.numel(), chosen)
     return PackingPlan(chosen, nbytes) if reason is None else StaysPlain(reason)
 
 
@@ -174,7 +166,8 @@ def _choose(
         return _fastest(weight, format, for_tokens)
     if format is not None:
         return format
-    return W11 if _suits_w11(weight) else W12
+    n_rows, n_columns = weight.shape
+    return W11 if suits_w11(_exception_share(weight, W11), n_rows, n_columns) else W12
 
 
 def _was_misjudged(
@@ -183,34 +176,16 @@ def _was_misjudged(
 ) -> bool:  # fmt: skip
     """Whether "auto" chose W11 because the sample missed the rows with many exceptions."""
     is_auto = format is None and for_tokens is None
-    return is_auto and chosen is W11 and n_exceptions > MAX_W11_EXCEPTIONS * weight.numel()
-
-
-def _why_no_gain(nbytes: int, weight: Tensor, format: WeightFormat) -> str | None:
-    if nbytes <= MAX_RATIO * weight.nbytes:
-        return None
-    bits = 8 * nbytes / max(weight.numel(), 1)
-    return f"no gain: {bits:.2f} bits a weight in {format.name}"
-
-
-def _suits_w11(weight: Tensor) -> bool:
-    """Whether W11 has few exceptions and is smaller than W12, judged by a sample of rows."""
-    share = _exception_share(weight, W11)
-    n_rows, n_columns = weight.shape
-    # Padding to 128 columns instead of 32 may cost more than a bit saves.
-    w11_nbytes = weights.packed_nbytes(n_rows, n_columns, round(share * weight.numel()), W11)
-    return share <= MAX_W11_EXCEPTIONS and w11_nbytes < weights.packed_nbytes(
-        n_rows, n_columns, 0, W12
-    )
+    return is_auto and chosen is W11 and was_misjudged(n_exceptions, weight.numel())
 
 
 def _exception_share(weight: Tensor, format: WeightFormat) -> float:
     """The share of elements that are exceptions, in a sample of rows."""
     if not (weight.device.type == "cpu" and weight.is_contiguous()):
-        weight = weight[:: max(weight.shape[0] // _SAMPLED_ROWS, 1)].cpu().contiguous()
+        weight = weight[:: max(weight.shape[0] // SAMPLED_ROWS, 1)].cpu().contiguous()
     bits = weight.view(torch.uint16).numpy()
     n_exceptions = weights.count_exceptions(
-        bits, format, threads=resolve_threads(None), max_rows=_SAMPLED_ROWS
+        bits, format, threads=resolve_threads(None), max_rows=SAMPLED_ROWS
     )
     return n_exceptions / max(bits.size, 1)
 

@@ -28,7 +28,7 @@ from packhorse.device.offload import require_weights
 from packhorse.device.packed_weight import PackedWeight
 from packhorse.device.report import LeftWeight, PackReport, WeightReport
 from packhorse.device.weight_groups import WeightGroup, weight_groups
-from packhorse.gpu.host_embeddings import HostedRows, embedding_host
+from packhorse.gpu.host_embeddings import MIN_HOST_NBYTES, HostedRows, embedding_host
 from packhorse.layout import MAX_WEIGHT_COLUMNS, WeightFormat
 from packhorse.torch_dtypes import short_name
 
@@ -46,7 +46,6 @@ __all__ = [
 ]
 
 _TRAINED_APART = "is trained, and others are frozen"
-_MIN_HOST_NBYTES = 1 << 16  # less is not worth a way to the host and back
 Embeddings = bool | str | None
 Skip = str | Iterable[str] | Callable[[str, nn.Module], bool]
 Progress = Callable[[int], object]
@@ -413,7 +412,7 @@ class WeightChoice:
     def _why_not_hosted(self, weight: Tensor) -> str | None:
         if type(weight) is not Parameter or weight.layout != torch.strided or weight.is_meta:
             return self._why_weight_left(weight) or "is not a plain tensor"
-        if weight.nbytes < _MIN_HOST_NBYTES:
+        if weight.nbytes < MIN_HOST_NBYTES:
             return f"takes {weight.nbytes} bytes; less than 64 KiB stays where it is"
         if not 1 <= weight.shape[1] <= MAX_WEIGHT_COLUMNS:
             return f"{weight.shape[1]} columns; at most {MAX_WEIGHT_COLUMNS} can be packed"

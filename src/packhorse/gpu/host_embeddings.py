@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["EmbeddingHost", "HostedRows", "embedding_host", "register_embedding_host"]
+__all__ = [
+    "MIN_HOST_NBYTES",
+    "EmbeddingHost",
+    "HostedRows",
+    "embedding_host",
+    "register_embedding_host",
+]
+
+MIN_HOST_NBYTES = 1 << 16  # of plain rows; less is not worth a way to the host and back
 
 
 class HostedRows(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from packhorse.codecs.table_plan import SAMPLE_NBYTES
+from packhorse.codecs.table_plan import sample_places
 from packhorse.framework import framework_of
 from packhorse.layout import DTYPE_BY_NAME
 from packhorse.table_layout import MAX_TABLE_COLUMNS
@@ -17,7 +17,6 @@ from packhorse.table_layout import MAX_TABLE_COLUMNS
 __all__ = ["RowSource"]
 
 _BLOCK_NBYTES = 16 << 20  # plain rows that are read at once
-_N_RUNS = 64  # of neighbouring rows in a sample
 _Bytes = NDArray[np.uint8]
 
 
@@ -93,15 +92,8 @@ class RowSource:
 
     def sample(self) -> NDArray[Any]:
         """Some rows, evenly spread, as unsigned integers: at most 8 MiB."""
-        n = min(self.n_rows, max(1, SAMPLE_NBYTES // self.row_nbytes))
-        if n == self.n_rows:
-            rows = self.read(0, n)
-        else:
-            n_runs = min(_N_RUNS, n)
-            length = n // n_runs
-            step = (self.n_rows - length) / max(n_runs - 1, 1)
-            starts = [int(i * step) for i in range(n_runs)]
-            rows = np.concatenate([self.read(start, start + length) for start in starts])
+        runs = [self.read(*place) for place in sample_places(self.n_rows, self.row_nbytes)]
+        rows = runs[0] if len(runs) == 1 else np.concatenate(runs)
         return np.ascontiguousarray(rows).view(f"<u{self.element_nbytes}")
 
 
