@@ -9,25 +9,36 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = ["kind_of", "layer_of", "role_of", "steps_of"]
+__all__ = ["is_input_embedding", "kind_of", "layer_of", "role_of", "steps_of"]
 
-# The first pattern that is found in a name decides. Norms have biases, and attention has norms.
+# The first pattern that is found in a name decides. `^`, `$` and these separate words.
+_START, _END = r"(?:^|[._/\[])", r"(?:[._/\]]|$)"
+_OPTAX = r"opt\w*[./\[].*[./](?:{})(?:[./]|$)|(?:^|weight\.|bias\.|kernel\.|\d\.)(?:{})$"
 _ROLES = (
-    ("second moments", r"exp_avg_sq|second_moment|(^|[._])(nu|v)$"),
-    ("first moments", r"exp_avg|momentum|first_moment|(^|[._])(mu|m)$"),
-    ("masters", r"master|fp32_?param|fp32_from"),
+    ("second moments", r"exp_avg_sq|second_moment|" + _OPTAX.format("nu", "nu|v")),
+    ("first moments", r"exp_avg|momentum|first_moment|" + _OPTAX.format("mu", "mu|m")),
+    ("masters", rf"master|{_START}(?:\w+_)?fp32{_END}"),
 )
+# Norms have biases, attention has norms, and some embeddings of numbers are layers of a network.
 _KINDS = (
-    ("norm", r"norm|(^|[._])ln([._]|_?\d|_f)"),
-    ("bias", r"bias$|(^|[._])b$"),
-    ("embedding", r"embed|(^|[._])(wte|wpe|tok|token|position)([._]|$)"),
-    ("output", r"lm_?head|(^|[._])(classifier|score|output\.weight$)"),
-    ("attention", r"attn|attention|(^|[._])[qkvo]_?proj|qkv|query|key|value"),
-    ("feed-forward", r"mlp|ffn|feed_?forward|expert|(gate|up|down)_proj|fc\d?|intermediate|dense"),
+    ("norm", rf"norm|{_START}(?:ln|bn)(?:{_END}|\d|_\d)"),
+    ("bias", rf"bias$|{_START}b$"),
+    (
+        "output",
+        rf"lm_?head|embed_?out|{_START}(?:classifier|score){_END}|(^|\.)(?:head|cls)\.|"
+        r"(^|[._])output\.weight$",
+    ),
+    ("feed-forward", r"emb\w*\.(?:linear|mlp)|time\w*_emb"),
+    ("embedding", rf"embed|{_START}(?:wte|wpe|tok|token|position){_END}|{_START}shared\.weight$"),
+    ("feed-forward", rf"mlp|ffn|feed_?forward|expert|{_START}(?:moe|ff){_END}|_moe\."),
+    ("attention", rf"attn|attention|{_START}[qkvo]_?proj|qkv|query|{_START}(?:key|value){_END}"),
     ("convolution", r"conv"),
+    ("feed-forward", r"(?:gate|up|down)_proj|fc\d?|intermediate|dense"),
 )
-_LAYER = re.compile(r"(?:^|[._\[])(?:layers?|h|blocks?|stages?)[._\[](\d+)(?:[._\]]|$)")
+_OTHER_EMBEDDING = re.compile(rf"position|{_START}pos{_END}|wpe|type|segment|patch|class|cls|label")
+_LAYER = re.compile(r"(?:^|[._/\[])(?:layers?|h|\w*?blocks?|blk|stages?)[._/\[](\d+)(?:[._/\]]|$)")
 _NUMBER = re.compile(r"\d+")
+_STEP = re.compile(r"(?:step|iter|iteration|checkpoint|ckpt)s?[^0-9a-z]*$")
 
 
 def role_of(name: str) -> str:
@@ -46,6 +57,11 @@ def _first(patterns: tuple[tuple[str, str], ...], name: str, default: str) -> st
     return next((word for word, pattern in patterns if re.search(pattern, lower)), default)
 
 
+def is_input_embedding(name: str) -> bool:
+    """Whether a name is that of an embedding of tokens, not of positions, types or patches."""
+    return kind_of(name) == "embedding" and not _OTHER_EMBEDDING.search(name.lower())
+
+
 def layer_of(name: str) -> int | None:
     """The number after a word such as "layers" in a name; None if there is none."""
     found = _LAYER.search(name.lower())
@@ -53,7 +69,8 @@ def layer_of(name: str) -> int | None:
 
 
 def steps_of(paths: Sequence[str]) -> list[int] | None:
-    """The number of each path in a series: the last number in which the paths differ.
+    """The number of each path in a series: of the numbers in which the paths differ, the last one
+    that follows a word such as "step", or else the last one.
 
     Args:
         paths: paths or URLs, such as "run/checkpoint-100/model.safetensors".
@@ -68,6 +85,10 @@ def steps_of(paths: Sequence[str]) -> list[int] | None:
     """
     if len(paths) < 2 or len({_NUMBER.sub("0", path) for path in paths}) > 1:
         return None
-    columns = zip(*(map(int, _NUMBER.findall(path)) for path in paths), strict=True)
-    differing = [column for column in columns if len(set(column)) == len(paths)]
-    return list(differing[-1]) if differing else None
+    columns = list(zip(*(map(int, _NUMBER.findall(path)) for path in paths), strict=True))
+    differing = [i for i, column in enumerate(columns) if len(set(column)) == len(paths)]
+    if not differing:
+        return None
+    words = _NUMBER.split(paths[0].lower())
+    named = [i for i in differing if _STEP.search(words[i])]
+    return list(columns[(named or differing)[-1]])

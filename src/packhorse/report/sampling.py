@@ -5,8 +5,8 @@ each part gives one run at a random place (stratified sampling; Cochran, Samplin
 chapter 5). Large tensors have more runs than small ones, and very small ones are taken whole.
 
 A run is as long as a chunk of the format: shorter ones would pack worse than the tensor does,
-because each has tables of its own. It has whole rows where rows are short, so that it packs as the
-tensor does. The places follow from the tensor's name and size, so that reports of the same files
+because each has tables of its own. It has whole rows, unless one is longer than a chunk, so that it
+packs as the tensor does. The places follow from the tensor's name and size, so that reports of the same files
 agree, and so that checkpoints are compared at the same places.
 """
 
@@ -25,12 +25,22 @@ from packhorse.layout import CHUNK_NBYTES, DTYPE_BY_NAME
 from packhorse.report.results import Estimate
 from packhorse.report.sources import Entry, Opened
 
-__all__ = ["RUN_NBYTES", "Places", "Sample", "budget", "choose_places", "estimate", "take_sample"]
+__all__ = [
+    "RUN_NBYTES",
+    "Places",
+    "Sample",
+    "budget",
+    "choose_places",
+    "estimate",
+    "take_sample",
+    "whole_places",
+]
 
 RUN_NBYTES = CHUNK_NBYTES
 # One would say nothing of the error. Two say little of one tensor, but enough of many together.
 _MIN_RUNS = 2
 _WHOLE_NBYTES = _MIN_RUNS * RUN_NBYTES * 3 // 2  # a tensor of up to so many bytes is taken whole
+_MIN_ROWS = 16  # of a run that has the shape of a matrix
 _UNIT = math.lcm(*(dtype.bits for dtype in DTYPE_BY_NAME.values())) // 8
 
 
@@ -81,6 +91,11 @@ def budget(entries: Sequence[Entry], sample_nbytes: int) -> float:
     return max(sample_nbytes - sum(small), 0) / large if large else 1.0
 
 
+def whole_places(entry: Entry) -> Places:
+    """The whole tensor, as its own sample."""
+    return Places(((0, entry.nbytes),), (entry.shape,), entry.nbytes)
+
+
 def choose_places(entry: Entry, share: float) -> Places:
     """Where to sample a tensor.
 
@@ -90,11 +105,11 @@ def choose_places(entry: Entry, share: float) -> Places:
             that is taken whole.
     """
     n_runs = max(_MIN_RUNS, round(entry.nbytes * share / RUN_NBYTES))
-    if entry.nbytes <= n_runs * RUN_NBYTES * 3 // 2:
-        return Places(((0, entry.nbytes),), (entry.shape,), entry.nbytes)
     run_nbytes, shape = _run_of(entry)
-    rng = np.random.default_rng(zlib.crc32(entry.name.encode()) + entry.nbytes)
     n_units = entry.nbytes // run_nbytes  # the rest at the end is never sampled; it is short
+    if entry.nbytes <= n_runs * RUN_NBYTES * 3 // 2 or n_units <= n_runs:
+        return whole_places(entry)
+    rng = np.random.default_rng(zlib.crc32(entry.name.encode()) + entry.nbytes)
     edges = [i * n_units // n_runs for i in range(n_runs + 1)]
     starts = [int(rng.integers(a, b)) * run_nbytes for a, b in pairwise(edges)]
     runs = tuple((start, start + run_nbytes) for start in starts)
@@ -102,14 +117,18 @@ def choose_places(entry: Entry, share: float) -> Places:
 
 
 def _run_of(entry: Entry) -> tuple[int, tuple[int, ...]]:
-    """The bytes and the shape of a run: whole rows if many fit, otherwise whole elements."""
+    """The bytes and the shape of a run: whole rows, unless one is longer than a run, then whole
+    elements. Few rows have the shape of a vector: what a frame holds for each column would count
+    too much."""
     bits, nbytes = DTYPE_BY_NAME[entry.dtype].bits, RUN_NBYTES
-    row_nbytes = entry.nbytes // entry.shape[0] if entry.shape else entry.nbytes
-    if len(entry.shape) > 1 and row_nbytes * 16 <= nbytes and row_nbytes * 8 % bits == 0:
-        n_rows = nbytes // row_nbytes
-        if n_rows * row_nbytes % _UNIT == 0 or bits % 8 == 0:
-            return n_rows * row_nbytes, (n_rows, *entry.shape[1:])
-    nbytes = max(nbytes // _UNIT, 1) * _UNIT
+    row_bits = math.prod(entry.shape[1:]) * bits
+    if len(entry.shape) > 1 and row_bits % 8 == 0 and 0 < row_bits <= 8 * nbytes:
+        n_rows = 8 * nbytes // row_bits
+        nbytes = n_rows * row_bits // 8
+        if n_rows >= _MIN_ROWS:
+            return nbytes, (n_rows, *entry.shape[1:])
+        return nbytes, (nbytes * 8 // bits,)
+    nbytes = nbytes // _UNIT * _UNIT
     return nbytes, (nbytes * 8 // bits,)
 
 
