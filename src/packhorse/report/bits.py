@@ -2,14 +2,12 @@
 
 Each run of a sample is split into the planes of its dtype (docs/format.md, section 4), and the
 values of each plane are counted. Everything else follows from the counts: the bits of a plane are
-bits of the element, so that their probabilities are sums of counts. Each run is then packed at each
-level; what a run takes, without the header that a tensor has once, is what the tensor takes there.
+bits of the element, so that their probabilities are sums of counts. The sample is then packed at
+each level; what it takes, without what a tensor has once, is what as many bytes of the tensor take.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,7 +22,7 @@ from packhorse.frame.header import frame_header_nbytes
 from packhorse.layout import CHUNK_NBYTES, DTYPE_BY_NAME, DType, Level, Split
 from packhorse.report.names import kind_of, layer_of, role_of
 from packhorse.report.results import Estimate, ExponentRow, PlaneRow, TensorRow
-from packhorse.report.sampling import Sample, estimate
+from packhorse.report.sampling import Places, Sample, estimate
 from packhorse.report.sources import Opened
 
 __all__ = [
@@ -148,8 +146,12 @@ def _noise_bits(dtype: str, entropies: Sequence[float]) -> int:
 
 def packed_estimate(
     sample: Sample, level: Level | str, base: Sample | None = None
-) -> tuple[Estimate, list[Frame]]:
+) -> tuple[Estimate, Frame]:
     """What a tensor takes as a frame, from its sample.
+
+    The runs are packed as one tensor, because what chunks and columns have once weighs too much in
+    a single run: differences from a base would seem several percent longer than they are. Each run
+    is then packed alone, and the spread of their sizes gives the error.
 
     Args:
         sample: the tensor's sample.
@@ -157,36 +159,50 @@ def packed_estimate(
         base: the sample of its base, at the same places.
 
     Returns:
-        The bytes of its frame, header included, and the frames of the runs.
+        The bytes of its frame, header included, and the frame of the sample.
     """
-    entry, places = sample.entry, sample.places
-    frames = _frames(sample, places.shapes, level, base)
-    if places.is_whole:
-        return estimate(places, [frame.nbytes for frame in frames]), frames
-    n_with_side = sum(frame.header.n_row_dims > 0 for frame in frames)
-    if 0 < n_with_side < len(frames) / 2:
-        # The tensor has side data or none, and most runs say none: so no run may have any.
-        flat = [(math.prod(shape),) for shape in places.shapes]
-        frames = _frames(sample, flat, level, base)
-    n_planes = frames[0].header.n_planes
-    fixed = frame_header_nbytes(len(entry.shape), 0, 0, 0, has_base=base is not None)
-    own = [frame.nbytes - frame.header.header_nbytes for frame in frames]
-    side = [len(frame.header.side_stream) + 4 * (1 + n_planes) * frame.n_chunks for frame in frames]
-    return estimate(places, [a + b for a, b in zip(own, side, strict=True)], fixed), frames
+    places, olds = sample.places, base.runs if base else ()
+    joined = _packed(
+        sample, _joined(sample.runs), _joined_shape(places), level, base, _joined(olds)
+    )
+    if len(sample.runs) == 1:
+        return estimate(places, [joined.nbytes]), joined
+    runs = zip(sample.runs, places.shapes, olds or [None] * len(sample.runs), strict=True)
+    alone = [_packed(sample, run, shape, level, base, old) for run, shape, old in runs]
+    fixed = frame_header_nbytes(len(sample.entry.shape), 0, 0, 0, has_base=base is not None)
+    error = estimate(places, [_varying_nbytes(frame) for frame in alone]).error
+    nbytes = _varying_nbytes(joined) * places.nbytes / places.sampled_nbytes
+    return Estimate(fixed + round(nbytes), error), joined
 
 
-def _frames(
-    sample: Sample, shapes: Sequence[tuple[int, ...]], level: Level | str, base: Sample | None
-) -> list[Frame]:
-    """The runs of a sample, packed."""
-    bases: Sequence[ByteArray | None] = base.runs if base else [None] * len(sample.runs)
-    return [
-        compress_buffer(
-            run, sample.entry.dtype, shape, level=level, threads=1, base=old,
-            base_dtype=base.entry.dtype if base else None,
-        )
-        for run, shape, old in zip(sample.runs, shapes, bases, strict=True)
-    ]  # fmt: skip
+def _joined(runs: Sequence[ByteArray]) -> ByteArray | None:
+    """The bytes of all runs, one after the other; None if there is none."""
+    return np.concatenate(runs) if len(runs) > 1 else next(iter(runs), None)
+
+
+def _joined_shape(places: Places) -> tuple[int, ...]:
+    """The shape of all runs together: they have the same rows, or are vectors."""
+    first = places.shapes[0]
+    return (sum(shape[0] for shape in places.shapes), *first[1:]) if first else first
+
+
+def _packed(
+    sample: Sample, data: ByteArray | None, shape: tuple[int, ...], level: Level | str,
+    base: Sample | None, old: ByteArray | None,
+) -> Frame:  # fmt: skip
+    """Some bytes of a sample as a frame."""
+    assert data is not None
+    base_dtype = base.entry.dtype if base else None
+    return compress_buffer(
+        data, sample.entry.dtype, shape, level=level, threads=1, base=old, base_dtype=base_dtype
+    )
+
+
+def _varying_nbytes(frame: Frame) -> int:
+    """Bytes of a frame that a longer one has more of: all but the rest of its header."""
+    header = frame.header
+    table_nbytes = 4 * (1 + header.n_planes) * frame.n_chunks
+    return frame.nbytes - header.header_nbytes + len(header.side_stream) + table_nbytes
 
 
 def _counts_of(sample: Sample) -> PlaneCounts:
@@ -206,48 +222,45 @@ def describe_tensor(opened: Opened, sample: Sample) -> tuple[TensorRow, PlaneCou
     entry, counts = sample.entry, _counts_of(sample)
     packed = {level: packed_estimate(sample, level) for level in ("fast", "default", "max")}
     levels = {level: nbytes for level, (nbytes, _) in packed.items()}
-    frames = packed["default"][1]
-    frame = opened.frame(entry.name)
-    if frame is not None:
-        frames = [frame]
+    frame, stored = packed["default"][1], opened.frame(entry.name)
+    if stored is not None:
+        frame = stored
         if frame.level is not None:
             levels[frame.level.name.lower()] = Estimate(frame.nbytes)
     entropies = bit_entropies(counts)
     n_units = entry.nbytes // counts.dtype.unit_nbytes
     bits = sum(counts.entropy(i) for i in range(len(counts.planes)))
-    plan = max(frames, key=lambda each: each.logical_nbytes).plan
     row = TensorRow(
         opened.row.name, entry.name, entry.dtype, entry.shape,
         role_of(entry.name), kind_of(entry.name), layer_of(entry.name),
         entry.nbytes, sample.places.sampled_nbytes, levels,
         Estimate(round(bits * n_units / 8), levels["default"].error),
-        entry.packed_nbytes, frames[0].split.name.lower(),
-        plan.reason if plan else "as the packed file has it",
-        _planes(counts, frames), entropies, _noise_bits(entry.dtype, entropies),
+        entry.packed_nbytes, frame.split.name.lower(),
+        frame.plan.reason if frame.plan else "as the packed file has it",
+        _planes(counts, frame), entropies, _noise_bits(entry.dtype, entropies),
     )  # fmt: skip
     return row, counts
 
 
-def _planes(counts: PlaneCounts, frames: Sequence[Frame]) -> tuple[PlaneRow, ...]:
-    """The planes, with entropies of the dtype's own split; frames may be cut otherwise."""
+def _planes(counts: PlaneCounts, frame: Frame) -> tuple[PlaneRow, ...]:
+    """The planes, with entropies of the dtype's own split; the frame may be cut otherwise."""
     entropies = [counts.entropy(i) for i in range(len(counts.planes))]
-    summaries = [frame.planes() for frame in frames]
-    n_units = sum(frame.logical_nbytes for frame in frames) / counts.dtype.unit_nbytes or 1
-    if {len(each) for each in summaries} != {len(entropies)}:  # whole units: one plane, or mixed
-        modes = Counter(
-            mode.name.lower() for each in summaries for plane in each for mode in plane.modes
+    n_units = frame.logical_nbytes / counts.dtype.unit_nbytes or 1
+    found = [
+        (
+            plane.name,
+            8 * plane.nbytes / n_units,
+            {m.name.lower(): n for m, n in plane.modes.items()},
         )
-        packed = sum(plane.nbytes for each in summaries for plane in each) * 8 / n_units
-        bits = 8 * counts.dtype.unit_nbytes
-        return (PlaneRow("all", bits, sum(entropies), packed, dict(modes)),)
-    rows = []
-    for i, value in enumerate(entropies):
-        modes = Counter()
-        for each in summaries:
-            modes.update({mode.name.lower(): n for mode, n in each[i].modes.items()})
-        packed = sum(each[i].nbytes for each in summaries) * 8 / n_units
-        rows.append(PlaneRow(summaries[0][i].name, 8, value, packed, dict(modes)))
-    return tuple(rows)
+        for plane in frame.planes()
+    ]
+    if len(found) != len(entropies):  # whole units are one plane
+        _, packed, modes = found[0]
+        return (PlaneRow("all", 8 * counts.dtype.unit_nbytes, sum(entropies), packed, modes),)
+    return tuple(
+        PlaneRow(name, 8, value, packed, modes)
+        for value, (name, packed, modes) in zip(entropies, found, strict=True)
+    )
 
 
 def exponent_rows(

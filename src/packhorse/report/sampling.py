@@ -6,8 +6,8 @@ chapter 5). Large tensors have more runs than small ones, and very small ones ar
 
 A run is as long as a chunk of the format: shorter ones would pack worse than the tensor does,
 because each has tables of its own. It has whole rows, unless one is longer than a chunk, so that it
-packs as the tensor does. The places follow from the tensor's name and size, so that reports of the same files
-agree, and so that checkpoints are compared at the same places.
+packs as the tensor does. The places follow from the tensor's name and size, so that reports of the
+same files agree, and so that checkpoints are compared at the same places.
 """
 
 from __future__ import annotations
