@@ -1,0 +1,138 @@
+"""What a tensor takes on its own and as a delta, from samples, as a snapshot store counts it.
+
+A run of a sample is shorter than a chunk of a delta, and each chunk has tables of its own. So the
+first runs, as many as make a chunk, are packed once more as one: what that saves is what chunks
+cost, and those that the whole tensor will not have are taken off. The encoder of a sample may still
+choose otherwise than that of the whole tensor, where both ways are almost equally long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from packhorse.codecs.content import content_hash
+from packhorse.frame import Frame, compress_buffer
+from packhorse.layout import CLASSED_CHUNK_NBYTES
+from packhorse.report.bits import packed_estimate
+from packhorse.report.movement import unchanged_share
+from packhorse.report.results import Estimate
+from packhorse.report.sampling import Sample
+from packhorse.report.sources import Entry
+
+__all__ = ["Key", "Measured", "measure_tensor", "packed_nbytes"]
+
+_LEVEL = "default"
+
+# Equal for samples of equal tensors, as far as the samples show: dtype, elements, places, hashes.
+Key = tuple[str, int, tuple[tuple[int, int], ...], tuple[bytes, ...]]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one tensor takes.
+
+    Attributes:
+        entry: the tensor.
+        key: the same for samples of equal tensors.
+        full: bytes if packed on its own, or against its master if it is a rounded copy.
+        delta: bytes if packed against the tensor before, or as `full` where that is shorter; None
+            if there was no checkpoint before.
+        unchanged: the share of its elements with the bits of before; None if there is no tensor of
+            this name, dtype and shape before.
+    """
+
+    entry: Entry
+    key: Key
+    full: Estimate
+    delta: Estimate | None = None
+    unchanged: float | None = None
+
+
+def measure_tensor(
+    new: Sample,
+    old: Sample | None = None,
+    *,
+    master: Sample | None = None,
+    full: Estimate | None = None,
+) -> Measured:
+    """What a tensor takes in full and as a delta, at the level "default".
+
+    Args:
+        new: a sample of it.
+        old: a sample of the tensor before, at the same places; None if there is none.
+        master: if it is a rounded copy, a sample of its master at the same places.
+        full: what it takes in full, if the caller knows it.
+
+    Raises:
+        ValueError: the samples are of different places or dtypes.
+
+    Example:
+        >>> import numpy as np
+        >>> from packhorse.report.sampling import whole_sample
+        >>> values = np.random.default_rng(0).standard_normal(4096).astype(np.float32)
+        >>> old = whole_sample("w", "F32", (4096,), values)
+        >>> new = whole_sample("w", "F32", (4096,), values * np.float32(1.0001))
+        >>> found = measure_tensor(new, old)
+        >>> found.full.nbytes > found.delta.nbytes, found.unchanged < 0.01
+        (True, True)
+    """
+    full = full or packed_nbytes(new, master)
+    found = Measured(new.entry, _key(new), full)
+    if old is None:
+        return replace(found, delta=full)
+    unchanged = unchanged_share(old, new)
+    if unchanged == 1.0:  # a store has it already
+        return replace(found, delta=Estimate(0), unchanged=unchanged)
+    delta = full if master else packed_nbytes(new, old)
+    return replace(found, delta=delta, unchanged=unchanged)
+
+
+def _key(sample: Sample) -> Key:
+    digests = tuple(content_hash(run) for run in sample.runs)
+    return sample.entry.dtype, sample.entry.numel, sample.places.runs, digests
+
+
+def packed_nbytes(sample: Sample, base: Sample | None = None) -> Estimate:
+    """What a tensor takes as a frame, at the level "default".
+
+    Args:
+        sample: a sample of it.
+        base: a sample of its base at the same places: of the tensor before, or of the master if it
+            is a rounded copy. The frame is a delta only if that is shorter.
+
+    Returns:
+        The bytes, with the error of sampling and a quarter of what was taken off.
+    """
+    found, frames = packed_estimate(sample, _LEVEL, base)
+    if sample.places.is_whole or len(frames) < 2:
+        return found
+    excess = _excess(sample, base, frames)
+    error = (found.error**2 + (excess / 4) ** 2) ** 0.5
+    return Estimate(max(found.nbytes - round(excess), 0), round(error))
+
+
+def _excess(sample: Sample, base: Sample | None, frames: Sequence[Frame]) -> float:
+    """Bytes of the estimate for chunks that the whole tensor does not have, and for side data that
+    only pay in many rows."""
+    places = sample.places
+    n_runs = min(CLASSED_CHUNK_NBYTES // sample.runs[0].size, len(frames))
+    if n_runs < 2:
+        return 0.0
+    alone, shapes = frames[:n_runs], places.shapes[:n_runs]
+    joint = compress_buffer(
+        np.concatenate(sample.runs[:n_runs]), sample.entry.dtype,
+        (sum(shape[0] for shape in shapes), *shapes[0][1:]), level=_LEVEL, threads=1,
+        base=np.concatenate(base.runs[:n_runs]) if base else None,
+        base_dtype=base.entry.dtype if base else None,
+    )  # fmt: skip
+    n_saved = sum(frame.n_chunks for frame in alone) - joint.n_chunks
+    if n_saved < 1:
+        return 0.0
+    headers = (n_runs - 1) * alone[0].header.header_nbytes  # which the estimate has but once
+    saved = sum(frame.nbytes for frame in alone) - headers - joint.nbytes
+    n_estimated = sum(frame.n_chunks for frame in frames) * places.nbytes / places.sampled_nbytes
+    n_chunks = -(-places.nbytes // joint.chunk_nbytes)
+    return max(saved / n_saved, 0.0) * max(n_estimated - n_chunks, 0.0)
