@@ -17,13 +17,17 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from packhorse.codecs.base import ByteArray
+from packhorse.codecs.base import ByteArray, as_bytes
 from packhorse.layout import CHUNK_NBYTES, DTYPE_BY_NAME
 from packhorse.report.results import Estimate
 from packhorse.report.sources import Entry, Opened
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 __all__ = [
     "RUN_NBYTES",
@@ -34,6 +38,7 @@ __all__ = [
     "estimate",
     "take_sample",
     "whole_places",
+    "whole_sample",
 ]
 
 RUN_NBYTES = CHUNK_NBYTES
@@ -141,6 +146,23 @@ def take_sample(opened: Opened, entry: Entry, places: Places, threads: int = 1) 
     if places.is_whole:
         return Sample(entry, places, (opened.read(entry.name, threads),))
     return Sample(entry, places, tuple(opened.runs(entry.name, places.runs, threads)))
+
+
+def whole_sample(name: str, dtype: str, shape: tuple[int, ...], data: Buffer) -> Sample:
+    """A tensor in memory as its own sample, for the functions that take samples.
+
+    Args:
+        name: its name, from which its role and its kind are guessed.
+        dtype: safetensors' name of its dtype.
+        shape: its shape.
+        data: its bytes in C order, which are not copied.
+
+    Raises:
+        TypeError: the data is not C-contiguous.
+    """
+    memory = as_bytes(data, "data")
+    places = Places(((0, memory.size),), (shape,), memory.size)
+    return Sample(Entry(name, dtype, shape, memory.size, None), places, (memory,))
 
 
 def estimate(places: Places, sizes: Sequence[float], fixed: int = 0) -> Estimate:

@@ -113,6 +113,10 @@ class Opened:
         """The frame of a tensor of a packed file; None for others."""
         return self._tensors[name].frame()
 
+    def content_hash(self, name: str) -> bytes | None:
+        """The content hash of a tensor, if it is written beside it: in packed files and stores."""
+        return self._tensors[name].content_hash()
+
 
 def find_sources(
     sources: Sequence[str | os.PathLike[str]],
@@ -219,6 +223,7 @@ class _Tensor(Protocol):
     entry: Entry
 
     def frame(self) -> Frame | None: ...
+    def content_hash(self) -> bytes | None: ...
     def read(self, threads: int) -> ByteArray: ...
     def runs(self, runs: Runs, threads: int) -> list[ByteArray]: ...
 
@@ -234,6 +239,11 @@ class _FileTensor:
     def frame(self) -> Frame | None:
         """Its frame, if the file is packed."""
         return self._file.frame(self._header)
+
+    def content_hash(self) -> bytes | None:
+        """The hash in its frame, if the file is packed."""
+        frame = self.frame()
+        return frame.content_hash if frame is not None else None
 
     def read(self, threads: int) -> ByteArray:
         """All bytes."""
@@ -296,13 +306,18 @@ def _open_files(source: Source, stack: ExitStack) -> tuple[Opened, list[ModelFil
 class _StoredTensor:
     """A tensor of a snapshot."""
 
-    def __init__(self, entry: Entry, decode: Callable[[int], ByteArray]) -> None:
+    def __init__(self, entry: Entry, digest: bytes, decode: Callable[[int], ByteArray]) -> None:
         self.entry = entry
+        self._digest = digest
         self._decode = decode
 
     def frame(self) -> None:
         """Frames of stores may be deltas, so that their planes say little of the tensor."""
         return
+
+    def content_hash(self) -> bytes:
+        """The hash in the manifest."""
+        return self._digest
 
     def read(self, threads: int) -> ByteArray:
         """All bytes."""
@@ -328,7 +343,7 @@ def _open_snapshot(source: Source, stack: ExitStack) -> Opened:
             with blaming(f"{source.path}: snapshot {source.snapshot!r}"):
                 return frames.chain(ref.frame, ref.path).decode(threads, Scratch())
 
-        tensors[ref.path] = _StoredTensor(entry, decode)
+        tensors[ref.path] = _StoredTensor(entry, ref.frame.content.digest, decode)
     nbytes = sum(tensor.entry.nbytes for tensor in tensors.values())
     row = SourceRow(
         source.name, source.path, "snapshot", source.step, len(tensors), nbytes,

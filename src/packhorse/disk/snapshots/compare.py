@@ -27,9 +27,9 @@ from packhorse.storage.frames.scratch import Scratch
 from packhorse.storage.interface import Storage
 from packhorse.threads import map_tensors
 
-__all__ = ["compare_snapshots"]
+__all__ = ["WINDOW_NBYTES", "compare_snapshots", "differing"]
 
-_WINDOW_NBYTES = 3 << 18  # whole elements of every dtype, even of those with 6 bits
+WINDOW_NBYTES = 3 << 18  # whole elements of every dtype, even of those with 6 bits
 
 
 def compare_snapshots(
@@ -117,9 +117,9 @@ class _Sums:
 
 def _compare(old: ByteArray, new: ByteArray, dtype: str) -> _Sums:
     n_changed, sums = 0, _Sums(0)
-    for start in range(0, old.size, _WINDOW_NBYTES):
-        before, after = old[start : start + _WINDOW_NBYTES], new[start : start + _WINDOW_NBYTES]
-        places = np.flatnonzero(_differ(before, after, DTYPE_BY_NAME[dtype].bits))
+    for start in range(0, old.size, WINDOW_NBYTES):
+        before, after = old[start : start + WINDOW_NBYTES], new[start : start + WINDOW_NBYTES]
+        places = np.flatnonzero(differing(before, after, DTYPE_BY_NAME[dtype].bits))
         n_changed += places.size
         if places.size:
             _add(sums, before, after, places, dtype)
@@ -127,7 +127,9 @@ def _compare(old: ByteArray, new: ByteArray, dtype: str) -> _Sums:
     return sums
 
 
-def _differ(old: ByteArray, new: ByteArray, bits: int) -> np.ndarray[tuple[int], np.dtype[np.bool]]:
+def differing(
+    old: ByteArray, new: ByteArray, bits: int
+) -> np.ndarray[tuple[int], np.dtype[np.bool]]:
     """Which elements differ in their bits."""
     if bits % 8 == 0:
         unit = np.dtype(f"u{bits // 8}")
