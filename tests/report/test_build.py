@@ -14,7 +14,8 @@ from safetensors.numpy import save_file
 import packhorse
 from packhorse.disk import SnapshotStore, pack_file, pack_folder
 from packhorse.errors import CorruptionError
-from packhorse.report.build import Options, make_findings, plan_report
+from packhorse.report.build import make_findings, plan_report
+from packhorse.report.options import Options
 from packhorse.report.sources import find_sources
 
 

@@ -10,122 +10,22 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any, TypeAlias
+from typing import Any
 
 from packhorse._version import __version__
 from packhorse.arguments import resolve_threads
-from packhorse.errors import PackhorseError
-from packhorse.report.bits import PlaneCounts, describe_tensor, exponent_rows
-from packhorse.report.results import Findings, Problem, Settings, SourceRow, TensorRow
-from packhorse.report.sampling import Places, budget, choose_places, take_sample
-from packhorse.report.sources import Entry, Source, find_sources, opened
-from packhorse.threads import map_tensors
+from packhorse.report.bits import exponent_rows
+from packhorse.report.describe import READ_ERRORS, Described, describe_source
+from packhorse.report.options import Options, Watch
+from packhorse.report.results import Findings, Problem, Settings, SourceRow
+from packhorse.report.series import describe_series
+from packhorse.report.sources import Source, find_sources, opened
 
-__all__ = [
-    "SAMPLE_NBYTES",
-    "Described",
-    "Options",
-    "PlannedSource",
-    "Watch",
-    "describe_source",
-    "make_findings",
-    "plan_report",
-]
-
-SAMPLE_NBYTES = 1 << 28
-
-# Opens a display of progress, for a title and a number of bytes. It yields a function that takes
-# the bytes done since the last call.
-Watch: TypeAlias = Callable[[str, int | None], AbstractContextManager[Callable[[int], None] | None]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """How a report is made.
-
-    Attributes:
-        full: whether everything is read and packed, instead of samples.
-        sample_nbytes: bytes to look at of each source, about.
-        checkpoints_per_day: how often such files are written, for what is saved in a year.
-        seconds_per_step: how long a step of the training takes; None if nobody knows.
-        engines: whether other packers are measured on samples.
-        threads: the number of threads; None for one per core, at most 8.
-    """
-
-    full: bool = False
-    sample_nbytes: int = SAMPLE_NBYTES
-    checkpoints_per_day: float = 24.0
-    seconds_per_step: float | None = None
-    engines: bool = True
-    threads: int | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse what makes no sense.
-
-        Raises:
-            ValueError: a number is too small, or `threads` is wrong.
-        """
-        resolve_threads(self.threads)
-        if self.sample_nbytes < 1:
-            raise ValueError(f"sample_nbytes is {self.sample_nbytes}; it must be at least 1")
-        if not self.checkpoints_per_day >= 0:
-            raise ValueError(
-                f"checkpoints_per_day is {self.checkpoints_per_day}; it must be 0 or more"
-            )
-        if self.seconds_per_step is not None and not self.seconds_per_step > 0:
-            raise ValueError(f"seconds_per_step is {self.seconds_per_step}; it must be above 0")
-
-    def places(self, entries: Sequence[Entry]) -> list[Places]:
-        """Where to look at the tensors of a source."""
-        share = 1.0 if self.full else budget(entries, self.sample_nbytes)
-        return [choose_places(entry, share) for entry in entries]
-
-
-@dataclass
-class Described:
-    """What the tensors of one source are like.
-
-    Attributes:
-        row: the source.
-        tensors: its tensors, each with the counts of its values.
-        problems: what could not be read.
-    """
-
-    row: SourceRow
-    tensors: list[tuple[TensorRow, PlaneCounts]]
-    problems: list[Problem]
-
-
-def describe_source(source: Source, options: Options, watch: Watch) -> Described:
-    """Describes all tensors of a source.
-
-    Raises:
-        Exception: as `opened` raises; what is wrong with single tensors becomes problems.
-    """
-    threads = resolve_threads(options.threads)
-    with opened(source, threads) as file:
-        places = options.places(file.entries)
-        sizes = [each.sampled_nbytes for each in places]
-        problems: list[Problem] = []
-        with watch(f"look at {source.name}", sum(sizes)) as progress:
-
-            def work(i: int, n_threads: int) -> tuple[TensorRow, PlaneCounts] | None:
-                entry = file.entries[i]
-                try:
-                    return describe_tensor(file, take_sample(file, entry, places[i], n_threads))
-                except (PackhorseError, OSError) as error:
-                    problems.append(Problem(source.name, entry.name, str(error)))
-                    return None
-                finally:
-                    if progress is not None:
-                        progress(sizes[i])
-
-            found = map_tensors(work, sizes, threads)
-        return Described(file.row, [each for each in found if each is not None], problems)
+__all__ = ["PlannedSource", "make_findings", "plan_report"]
 
 
 def make_findings(
@@ -157,16 +57,53 @@ def make_findings(
     options, watch = options or Options(), watch or _no_display
     found = _found(sources, base, storage_options)
     shape = _shape_of(found)
-    described, problems = _describe_all(_shown(found, shape), options, watch)
+    findings = _SECTIONS[shape](found, options, watch)
+    seconds = time.perf_counter() - start
+    return replace(findings, settings=replace(findings.settings, seconds=seconds))
+
+
+def _of_models(found: Sequence[Source], options: Options, watch: Watch) -> Findings:
+    """The findings of models that have nothing to do with each other."""
+    described, problems = _describe_all(found, options, watch)
+    return _findings("models", _title(found, "models"), described, options, problems)
+
+
+def _of_series(found: Sequence[Source], options: Options, watch: Watch) -> Findings:
+    """The findings of a series: the newest checkpoint that can be read, and how it came about."""
+    newest, problems = _describe_newest(found, options, watch)
+    rows = list(_rows(found))
+    with watch("compare checkpoints", sum(row.nbytes for row in rows)) as progress:
+        series, more = describe_series(
+            found, sample_nbytes=options.sample_nbytes, full=options.full,
+            threads=resolve_threads(options.threads), progress=progress,
+        )  # fmt: skip
+    findings = _findings("series", _title(found, "series"), [newest], options, [*more, *problems])
+    return replace(findings, sources=tuple(rows), series=series)
+
+
+def _of_pair(found: Sequence[Source], options: Options, watch: Watch) -> Findings:
+    """The findings of two models: the second, and what changed from the first."""
+    described, problems = _describe_all(found[1:], options, watch)
+    return _findings("pair", _title(found, "pair"), described, options, problems)
+
+
+_SECTIONS = {"models": _of_models, "series": _of_series, "pair": _of_pair}
+
+
+def _findings(
+    shape: str, title: str, described: Sequence[Described], options: Options,
+    problems: Iterable[Problem],
+) -> Findings:  # fmt: skip
+    """What all reports have in common."""
     tensors = [each for one in described for each in one.tensors]
     return Findings(
-        title=_title(found, shape),
+        title=title,
         version=__version__,
         made=datetime.now(UTC).isoformat(timespec="seconds"),
         shape=shape,
         settings=Settings(
-            options.full, options.sample_nbytes, options.checkpoints_per_day,
-            time.perf_counter() - start, resolve_threads(options.threads),
+            options.full, options.sample_nbytes, options.checkpoints_per_day, 0.0,
+            resolve_threads(options.threads),
         ),
         sources=tuple(one.row for one in described),
         tensors=tuple(row for row, _ in tensors),
@@ -174,10 +111,62 @@ def make_findings(
         series=None,
         policy=None,
         engines=(),
-        memory=(),
+        memory=tuple(row for one in described for row in one.memory),
         changes=None,
-        problems=tuple(problems),
+        problems=tuple(dict.fromkeys(problems)),
     )  # fmt: skip
+
+
+def _describe_all(
+    sources: Sequence[Source], options: Options, watch: Watch
+) -> tuple[list[Described], list[Problem]]:
+    """Describes each source that can be read.
+
+    Raises:
+        Exception: that of the first source, if none can be read.
+    """
+    described, problems, first = [], [], None
+    for source in sources:
+        try:
+            one = describe_source(source, options, watch)
+        except READ_ERRORS as error:
+            first = first or error
+            problems.append(Problem(source.name, None, str(error)))
+            continue
+        described.append(one)
+        problems += one.problems
+    if first is not None and not described:
+        raise first
+    return described, problems
+
+
+def _describe_newest(
+    sources: Sequence[Source], options: Options, watch: Watch
+) -> tuple[Described, list[Problem]]:
+    """Describes the last source that can be read.
+
+    Raises:
+        Exception: that of the last source, if none can be read.
+    """
+    last = None
+    for source in reversed(sources):
+        try:
+            one = describe_source(source, options, watch)
+            return one, one.problems
+        except READ_ERRORS as error:
+            last = last or error
+    assert last is not None
+    raise last
+
+
+def _rows(sources: Sequence[Source]) -> Iterable[SourceRow]:
+    """What the report says of each source that can be opened."""
+    for source in sources:
+        try:
+            with opened(source) as file:
+                yield file.row
+        except READ_ERRORS:
+            continue  # the series says so
 
 
 @dataclass(frozen=True)
@@ -256,11 +245,6 @@ def _shape_of(found: Sequence[Source]) -> str:
     return "pair" if len(found) == 2 else "models"
 
 
-def _shown(found: list[Source], shape: str) -> list[Source]:
-    """The sources whose tensors are described one by one."""
-    return found if shape == "models" else found[-1:]
-
-
 def _title(found: Sequence[Source], shape: str) -> str:
     if shape == "pair":
         return f"{found[1].name} against {found[0].name}"
@@ -268,29 +252,6 @@ def _title(found: Sequence[Source], shape: str) -> str:
         noun = "snapshots" if found[0].snapshot is not None else "checkpoints"
         return f"{len(found)} {noun}, {found[0].name} to {found[-1].name}"
     return found[0].name if len(found) == 1 else f"{len(found)} models"
-
-
-def _describe_all(
-    sources: Sequence[Source], options: Options, watch: Watch
-) -> tuple[list[Described], list[Problem]]:
-    """Describes each source that can be read.
-
-    Raises:
-        Exception: that of the first source, if none can be read.
-    """
-    described, problems, first = [], [], None
-    for source in sources:
-        try:
-            one = describe_source(source, options, watch)
-        except (PackhorseError, OSError, ValueError) as error:
-            first = first or error
-            problems.append(Problem(source.name, None, str(error)))
-            continue
-        described.append(one)
-        problems += one.problems
-    if first is not None and not described:
-        raise first
-    return described, problems
 
 
 def _no_display(title: str, total: int | None) -> AbstractContextManager[None]:
