@@ -38,7 +38,7 @@ __all__ = [
 
 _NOISE = 0.99  # bits of entropy of one bit, above which it counts as noise
 _ROTATION = {"F64": 4}  # of the 16 leading bits, to the left; 1 for other floats (section 4)
-_COUNTS_256 = NDArray[np.int64]
+_BITS_OF_BYTES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).astype(np.float64)
 
 
 class FloatFormat(NamedTuple):
@@ -77,7 +77,7 @@ class PlaneCounts:
     def __init__(self, dtype: str) -> None:
         self.dtype: DType = DTYPE_BY_NAME[dtype]
         self._float = FLOATS.get(dtype)
-        self.planes: _COUNTS_256 = np.zeros((self.dtype.unit_nbytes, 256), np.int64)
+        self.planes: NDArray[np.int64] = np.zeros((self.dtype.unit_nbytes, 256), np.int64)
         self.bits: NDArray[np.float64] = np.zeros(self.dtype.unit_nbytes)
         size = 1 << self._float.exponent_bits if self._float else 0
         self.exponents: NDArray[np.int64] = np.zeros(size, np.int64)
@@ -123,17 +123,15 @@ def entropy(counts: NDArray[np.int64]) -> float:
 
 def bit_entropies(counts: PlaneCounts) -> tuple[float, ...]:
     """The entropy of each bit of a unit, the most significant first."""
-    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)  # [256, 8]
-    ones = (counts.planes @ bits).reshape(-1) / max(counts.n_units, 1)
+    ones = (counts.planes @ _BITS_OF_BYTES).reshape(-1) / max(counts.n_units, 1)
     if counts.dtype.splits[-1] == Split.FLOAT:  # undo the rotation of the leading bits
-        n_bits = min(16, 8 * counts.dtype.unit_nbytes)
-        ones[:n_bits] = np.roll(ones[:n_bits], _ROTATION.get(counts.dtype.name, 1))
-    found = []
-    for share in ones:
-        parts = np.array([share, 1 - share])
-        parts = parts[parts > 0]
-        found.append(abs(float(-(parts * np.log2(parts)).sum())))
-    return tuple(found)
+        n_bits, rotation = min(16, ones.size), _ROTATION.get(counts.dtype.name, 1)
+        ones[:n_bits] = np.concatenate(
+            [ones[n_bits - rotation : n_bits], ones[: n_bits - rotation]]
+        )
+    both = np.stack([ones, 1 - ones])
+    logs = np.log2(both, where=both > 0, out=np.zeros_like(both))
+    return tuple(np.abs((both * logs).sum(axis=0)).tolist())
 
 
 def _noise_bits(dtype: str, entropies: Sequence[float]) -> int:
