@@ -38,6 +38,7 @@ from packhorse.storage.source_file import stamp_of
 __all__ = ["Entry", "Opened", "Runs", "Source", "find_sources", "opened"]
 
 # The first byte of each run, and the one after its last.
+_BLOCK_NBYTES = 3 << 21  # whole chunks, and whole elements of every dtype
 Runs: TypeAlias = Sequence[tuple[int, int]]
 
 
@@ -116,6 +117,10 @@ class Opened:
     def content_hash(self, name: str) -> bytes | None:
         """The content hash of a tensor, if it is written beside it: in packed files and stores."""
         return self._tensors[name].content_hash()
+
+    def blocks(self, name: str, threads: int = 1) -> Iterator[ByteArray]:
+        """All bytes of a tensor, one block of a few MiB after the other; errors as for `read`."""
+        return self._tensors[name].blocks(threads)
 
 
 def find_sources(
@@ -226,6 +231,12 @@ class _Tensor(Protocol):
     def content_hash(self) -> bytes | None: ...
     def read(self, threads: int) -> ByteArray: ...
     def runs(self, runs: Runs, threads: int) -> list[ByteArray]: ...
+    def blocks(self, threads: int) -> Iterator[ByteArray]: ...
+
+
+def _block_runs(nbytes: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, nbytes, _BLOCK_NBYTES):
+        yield start, min(start + _BLOCK_NBYTES, nbytes)
 
 
 class _FileTensor:
@@ -265,6 +276,11 @@ class _FileTensor:
             for (start, stop), memory in zip(runs, found, strict=True):
                 frame.decompress_into(memory, start=start, stop=stop, threads=threads)
         return found
+
+    def blocks(self, threads: int) -> Iterator[ByteArray]:
+        """All bytes, a few at a time."""
+        for run in _block_runs(self.entry.nbytes):
+            yield from self.runs([run], threads)
 
     def _refuse_base(self, frame: Frame | None) -> None:
         if frame is not None and frame.base_hash is not None:
@@ -327,6 +343,11 @@ class _StoredTensor:
         """Some bytes; copies, so that the rest of the tensor is let go."""
         data = self.read(threads)
         return [data[start:stop].copy() for start, stop in runs]
+
+    def blocks(self, threads: int) -> Iterator[ByteArray]:
+        """All bytes, which are decoded at once."""
+        data = self.read(threads)
+        return (data[start:stop] for start, stop in _block_runs(data.size))
 
 
 def _open_snapshot(source: Source, stack: ExitStack) -> Opened:
