@@ -17,12 +17,12 @@ import numpy as np
 
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.results import Progress
-from packhorse.disk.snapshots.compare import WINDOW_NBYTES, differing
-from packhorse.errors import PackhorseError
 from packhorse.frame.base import allowed_casts
 from packhorse.frame.header import frame_header_nbytes
 from packhorse.layout import DTYPE_BY_NAME
 from packhorse.report.bits import packed_estimate
+from packhorse.report.describe import READ_ERRORS
+from packhorse.report.movement import unchanged_share
 from packhorse.report.names import kind_of, layer_of
 from packhorse.report.results import ChangeRow, Changes, Estimate, Problem
 from packhorse.report.sampling import Places, Sample, choose_places, take_sample, whole_places
@@ -81,7 +81,7 @@ def _reading(opened: Opened, name: str) -> Iterator[None]:
     """Says which source has the tensor that cannot be read."""
     try:
         yield
-    except (PackhorseError, OSError) as error:
+    except READ_ERRORS as error:
         raise _UnreadableError(Problem(opened.row.name, name, str(error))) from error
 
 
@@ -176,7 +176,7 @@ class _Pair:
         """Compares what a sample has of two tensors of the same dtype and shape."""
         new = self._sample(self.tuned, entry, places, threads)
         before = self._sample(self.base, old, places, threads)
-        changed, full = _changed_share(before, new), self._full(new)
+        changed, full = 1 - unchanged_share(before, new), self._full(new)
         delta = packed_estimate(new, _LEVEL, before)[0]
         return _row(entry, "changed" if changed else "equal", None, changed, full, delta)
 
@@ -194,16 +194,6 @@ class _Pair:
     def _full(self, sample: Sample) -> Estimate:
         known = self.full.get(sample.entry.name)
         return packed_estimate(sample, _LEVEL)[0] if known is None else known
-
-
-def _changed_share(old: Sample, new: Sample) -> float:
-    """The share of values whose bits differ."""
-    bits, n_changed = DTYPE_BY_NAME[new.entry.dtype].bits, 0
-    for before, after in zip(old.runs, new.runs, strict=True):
-        for start in range(0, after.size, WINDOW_NBYTES):
-            part = slice(start, start + WINDOW_NBYTES)
-            n_changed += int(np.count_nonzero(differing(before[part], after[part], bits)))
-    return n_changed / max(new.places.sampled_nbytes * 8 // bits, 1)
 
 
 def _row(
