@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from math import prod
+from typing import TypeVar
 
 from packhorse.report.page import words
 from packhorse.report.page.charts import (
@@ -22,12 +25,28 @@ from packhorse.report.page.grouping import (
     grouped,
     weighted,
 )
-from packhorse.report.page.outline import Cell, Column, Figure, Name, Picture, Section, Table
+from packhorse.report.page.outline import (
+    Cell,
+    Column,
+    Figure,
+    Name,
+    Picture,
+    Section,
+    Table,
+    headings,
+)
 from packhorse.report.results import ExponentRow, Findings, PlaneRow, TensorRow
 
-__all__ = ["MODE_COLORS", "bits"]
+__all__ = ["MODE_COLORS", "bits", "mode_words"]
+
+_Key = TypeVar("_Key")
 
 _MAX_GROUPS = 14
+# Groups of a smaller share of the bytes are in the tables, but in no picture.
+_LEAST_SHARE = 0.0002
+# Shares of values at both ends of a histogram that are left out.
+_LEAST_TAIL = 0.001
+_REASON_NCHARS = 120
 _MAX_PANELS = 9
 _MAX_ROWS = 48
 _PIECES = (("grey", "noise"), ("teal", "not noise, but needed"), ("pale", "saved"))
@@ -59,7 +78,7 @@ def bits(findings: Findings) -> Section:
     if any(row.bit_entropies for row in tensors):
         blocks.append(_heat(tensors))
     if findings.exponents:
-        blocks.append(_exponents(findings.exponents))
+        blocks.append(_exponents(_by_size(findings)))
     if any(row.planes for row in tensors):
         blocks += [_planes(tensors), _modes(tensors)]
     return Section("bits", "Where the bits go", lead, (*blocks, _reasons(tensors), _all(tensors)))
@@ -91,8 +110,8 @@ def _groups(tensors: Iterable[TensorRow]) -> dict[str, Group]:
 
 
 def _spent(tensors: Sequence[TensorRow]) -> Figure:
-    groups = dict(list(_groups(tensors).items())[:_MAX_GROUPS])
-    rows = [_spent_bar(label, each) for label, each in groups.items()]
+    groups = _groups(tensors)
+    rows = [_spent_bar(label, each) for label, each in _large(groups).items()]
     fields = [
         Field("what", "What"),
         Field("bits", "Bits of an element"),
@@ -158,6 +177,13 @@ def _spent_row(name: str, each: Group) -> tuple[Cell, ...]:
     )
 
 
+def _large(groups: dict[_Key, Group]) -> dict[_Key, Group]:
+    """The groups that are worth a picture."""
+    least = _LEAST_SHARE * sum(each.nbytes for each in groups.values())
+    shown = [(key, each) for key, each in groups.items() if each.nbytes >= least]
+    return dict(shown[:_MAX_GROUPS])
+
+
 # The heat map.
 
 
@@ -168,7 +194,8 @@ def _heat(tensors: Sequence[TensorRow]) -> Figure:
         *_panels((row for row in rows if row.layer is None), by_layer=False),
     ]
     largest = sorted(panels, key=lambda panel: -panel[1].nbytes)[:_MAX_PANELS]
-    shown = [panel for panel in panels if panel in largest]
+    least = _LEAST_SHARE * sum(row.nbytes for row in tensors)
+    shown = [panel for panel in panels if panel in largest and panel[1].nbytes >= least]
     pictures = tuple(_heat_picture(title, each, rows) for title, each, rows in shown)
     caption = (
         "A column is a bit of the element, from the sign on the left to the last bit of the "
@@ -257,9 +284,7 @@ def _heat_table(panels: Sequence[tuple[str, Group, _Rows]]) -> Table:
             )
             body.append((Cell(title), Cell(label), *cells))
     title = "Entropy of the bits, summed up by part of the element"
-    return Table(
-        title, tuple(Column(head, i > 1) for i, head in enumerate(heads)), tuple(body[:400])
-    )
+    return Table(title, headings(*heads, n_text=2), tuple(body[:400]))
 
 
 # Exponents.
@@ -268,20 +293,31 @@ def _heat_table(panels: Sequence[tuple[str, Group, _Rows]]) -> Table:
 def _exponents(exponents: Sequence[ExponentRow]) -> Figure:
     shown = exponents[:_MAX_PANELS]
     n_roles = len({row.role for row in exponents})
-    low = min(_first(row) for row in shown)
-    high = max(row.first + len(row.shares) for row in shown)
+    low = min(_end(row.shares) + row.first for row in shown)
+    high = max(row.first + len(row.shares) - _end(row.shares[::-1]) for row in shown)
     pictures = tuple(_exponent_picture(row, n_roles, low, high) for row in shown)
     caption = (
         "How many values lie between a power of two and the next. A narrow hill means that few "
         "exponents occur, and that they pack into few bits: an exponent of 8 bits that only takes "
-        "a dozen values needs about 2.6. All plots have the same axis, so hills can be compared."
+        "a dozen values needs about 2.6. All plots have the same axis, so hills can be compared; "
+        "it ends where fewer than one value in a thousand is left."
     )
     return Figure("Exponents", caption, pictures, _exponent_table(exponents, n_roles), across=3)
 
 
-def _first(row: ExponentRow) -> int:
-    """The first exponent that is not rare: long thin tails would squeeze the hill."""
-    return next((row.first + i for i, part in enumerate(row.shares) if part > 1e-4), row.first)
+def _by_size(findings: Findings) -> list[ExponentRow]:
+    """The rows that have exponents, those of the most bytes first."""
+    groups = grouped(findings.tensors, lambda row: (row.role, row.kind, row.dtype))
+    order = {key: at for at, key in enumerate(groups)}
+    known = [row for row in findings.exponents if row.shares]
+    return sorted(known, key=lambda row: order.get((row.role, row.kind, row.dtype), len(order)))
+
+
+def _end(shares: Sequence[float]) -> int:
+    """How many shares at the beginning are so small that they are left out: long thin tails would
+    squeeze the hill."""
+    seen = accumulate(shares)
+    return next((i for i, part in enumerate(seen) if part > _LEAST_TAIL), 0)
 
 
 def _exponent_picture(row: ExponentRow, n_roles: int, low: int, high: int) -> Picture:
@@ -318,9 +354,7 @@ def _exponent_table(exponents: Sequence[ExponentRow], n_roles: int) -> Table:
         "Exponents of 99.9 % of the values",
         "Zeros and subnormal numbers",
     )
-    return Table(
-        "Exponents", tuple(Column(head, i > 0) for i, head in enumerate(heads)), tuple(rows)
-    )
+    return Table("Exponents", headings(*heads), tuple(rows))
 
 
 # Planes and modes.
@@ -330,9 +364,10 @@ _Plane = tuple[str, PlaneRow, int]
 
 def _plane_groups(tensors: Sequence[TensorRow]) -> list[tuple[str, list[tuple[int, PlaneRow]]]]:
     """Planes of the same name, dtype and role, each with the elements of its tensor."""
-    n_roles, n_dtypes = len({row.role for row in tensors}), len({row.dtype for row in tensors})
+    groups = _large(grouped(tensors, lambda row: (row.role, row.dtype)))
+    n_roles, n_dtypes = (len(set(parts)) for parts in zip(*groups, strict=True))
     found: dict[str, list[tuple[int, PlaneRow]]] = {}
-    for row in sorted(tensors, key=lambda row: (row.role, row.dtype)):
+    for row in (row for each in groups.values() for row in each.rows):
         for plane in row.planes:
             label = group_label(row.role, plane.name, row.dtype, n_roles=n_roles, n_dtypes=n_dtypes)
             found.setdefault(label, []).append((prod(row.shape), plane))
@@ -368,9 +403,7 @@ def _planes(tensors: Sequence[TensorRow]) -> Figure:
         "plane's entropy. A solid part that ends at the mark cannot get shorter unless the code "
         "knows more than how often each value occurs."
     )
-    heads = tuple(
-        Column(head, i > 0) for i, head in enumerate(("Plane", "Bits", "Entropy", "Reached"))
-    )
+    heads = headings("Plane", "Bits", "Entropy", "Reached")
     table = Table("Planes", heads, tuple(body))
     legend = (("teal", "packed"), ("pale", "saved"))
     return Figure("Planes", caption, (Picture(label, spec),), table, legend, half=True)
@@ -416,19 +449,24 @@ def mode_words(mode: str) -> str:
 def _reasons(tensors: Sequence[TensorRow]) -> Table:
     rows = tuple(
         (
-            Name(reason),
+            Name(reason, _REASON_NCHARS),
             Name(split),
             words.count_cell(len(each.rows)),
             words.size_cell(each.nbytes),
             words.ratio_cell(each.nbytes, each.default.nbytes),
         )
-        for (reason, split), each in grouped(tensors, lambda row: (row.reason, row.split)).items()
+        for (reason, split), each in grouped(tensors, _why).items()
     )
     heads = (
         Column("Reason"), Column("Split"), Column("Tensors", True), Column("Plain", True),
         Column("Ratio", True),
     )  # fmt: skip
     return Table("Why tensors are packed so", heads, rows[:60])
+
+
+def _why(row: TensorRow) -> tuple[str, str]:
+    """Why a tensor is packed so, without the figures of that tensor, and how it is split."""
+    return re.sub(r" \d+(\.\d+)?(?=[ ,;]|$)", "", row.reason), row.split
 
 
 def _all(tensors: Sequence[TensorRow]) -> Table:

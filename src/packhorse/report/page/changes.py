@@ -17,6 +17,7 @@ from packhorse.report.page.outline import (
     Section,
     Sentence,
     Table,
+    headings,
 )
 from packhorse.report.results import ChangeRow, Changes, total
 
@@ -133,9 +134,7 @@ def _by_layer(rows: Sequence[ChangeRow]) -> Figure:
     caption = (
         "A value counts as changed if any of its bits did. Layers that were frozen stay at zero."
     )
-    heads = tuple(
-        Column(head, True) for head in ("Layer", "Changed", "Plain", "Difference", "Ratio")
-    )
+    heads = headings("Layer", "Changed", "Plain", "Difference", "Ratio", n_text=0)
     table = Table("Changes by layer", heads, tuple(body))
     return Figure(
         "Values that changed, by layer", caption, (Picture(label, spec),), table, half=True

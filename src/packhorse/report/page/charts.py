@@ -324,7 +324,8 @@ def lines(
 
     color = by_series(*[f"var(--{name})" for name in colors])
     dash, shape = by_series(*_DASHES), by_series(*_SHAPES)
-    point = {"type": "point", "filled": True, "size": 52, "opacity": 1}
+    size = 52 if len(values) <= 30 * len(colors) else 24
+    point = {"type": "point", "filled": True, "size": size, "opacity": 1}
     layers = [
         *more,
         layer({"type": "rule", "strokeWidth": 1.5}, "sure", x=x, color=color,
@@ -376,7 +377,7 @@ def heat_map(
     fields = [Field("layer", "Layer"), Field("bit", "Bit"), Field("shown", "Entropy")]
     cell = {"type": "rect", "stroke": "var(--page)", "strokeWidth": 0.5}
     middle = [
-        {"x": (start + end) / 2, "part": name if end - start > 1 else name[:1]}
+        {"x": (start + end) / 2, "part": name if end - start > 1 else name[:1] if n <= 16 else ""}
         for (name, _), start, end in zip(parts, starts, starts[1:], strict=False)
     ]
     step = max(7, min(20, 260 // max(len(rows), 1)))

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from packhorse.report.page import words
-from packhorse.report.page.outline import Cell, Column, Name, Note, Section, Table
-from packhorse.report.results import Findings
+from packhorse.report.page.outline import Cell, Name, Note, Section, Table, headings
+from packhorse.report.results import Findings, Problem
 
 __all__ = ["measured", "problems"]
 
 _MESSAGE_NCHARS = 400
+_NOT_THERE = ". What is listed here is not in the figures below."
 
 
 def problems(findings: Findings) -> Section:
     """The section "Problems"."""
+    found = [each for each in findings.problems if not each.is_note]
+    lead = ("", words.plural(len(found), "problem"), _NOT_THERE)
+    table = _messages("What could not be read or compared", found)
+    return Section("problems", "Problems", lead, (table,))
+
+
+def _messages(title: str, found: Sequence[Problem]) -> Table:
     rows = tuple(
         (Name(each.source), Name(each.tensor or ""), Name(each.message, _MESSAGE_NCHARS))
-        for each in findings.problems
+        for each in found
     )
-    heads = (Column("Source"), Column("Tensor"), Column("What is wrong"))
-    n = words.plural(len(rows), "problem")
-    lead = ("", n, ". What is listed here is not in the figures below.")
-    table = Table(
-        "What could not be read or compared", heads, rows, tuple(-i for i in range(len(rows)))
-    )
-    return Section("problems", "Problems", lead, (table,))
+    return Table(title, headings("Source", "Tensor", "What it is", n_text=3), rows)
 
 
 def measured(findings: Findings) -> Section:
@@ -32,12 +36,10 @@ def measured(findings: Findings) -> Section:
     lead = (
         f"It took {words.seconds(settings.seconds)} on {words.plural(settings.threads, 'thread')}.",
     )
-    return Section(
-        "measured",
-        "How this was measured",
-        lead,
-        (Note((), _sentences(findings)), _settings(findings)),
-    )
+    notes = [each for each in findings.problems if each.is_note]
+    known = (_messages("Worth knowing", notes),) if notes else ()
+    blocks = (Note((), _sentences(findings)), *known, _settings(findings))
+    return Section("measured", "How this was measured", lead, blocks)
 
 
 def _sentences(findings: Findings) -> tuple[str, ...]:
@@ -57,8 +59,9 @@ def _sentences(findings: Findings) -> tuple[str, ...]:
         "Packing is lossless: every bit comes back, those of NaN and of negative zero included.",
         "The entropy of a bit or of a plane is that of order 0: it counts how often each value "
         "occurs, and knows nothing of neighbours. A bit is called noise if its entropy is above "
-        "0.99 bit. The bound of a tensor is the sum of its planes' entropies; codes that use "
-        "rows, columns, repeats or a base can do better.",
+        "0.99 bit. The bound of a tensor is the sum of its planes' entropies, chunk by chunk: no "
+        "code does better that has one table for each plane of a chunk. Codes that use rows, "
+        "columns, repeats or a base can.",
         "Levels: “fast” packs and unpacks near the speed of a copy, “default” takes the entropy "
         "coder where it gains, “max” tries every model that the format has.",
         "A difference is the number of representable values between a value and that of the same "
@@ -77,4 +80,4 @@ def _settings(findings: Findings) -> Table:
         (Cell("Time"), Cell(words.seconds(settings.seconds))),
         (Cell("Checkpoints a day"), Cell(words.number(settings.checkpoints_per_day))),
     )
-    return Table("Settings", (Column("Setting"), Column("Value")), rows)
+    return Table("Settings", headings("Setting", "Value", n_text=2), rows)

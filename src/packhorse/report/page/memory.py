@@ -9,7 +9,16 @@ from packhorse.report.page import words
 from packhorse.report.page.charts import BYTES, Field, columns
 from packhorse.report.page.glance import PACKED_AND_SAVED, size_figure
 from packhorse.report.page.grouping import Sized, weighted
-from packhorse.report.page.outline import Cell, Column, Figure, Name, Picture, Section, Table
+from packhorse.report.page.outline import (
+    Cell,
+    Column,
+    Figure,
+    Name,
+    Picture,
+    Section,
+    Table,
+    headings,
+)
 from packhorse.report.results import MemoryRow, total
 
 __all__ = ["memory_section"]
@@ -33,7 +42,14 @@ def memory_section(rows: Sequence[MemoryRow]) -> Section:
 def _lead(rows: Sequence[MemoryRow], on_device: Sequence[MemoryRow]) -> tuple[str, ...]:
     plain = sum(row.nbytes for row in rows)
     if not on_device:
-        return ("No tensor here is a matrix of BF16, which is what stays packed on a GPU.",)
+        tables = [row for row in rows if row.host_nbytes is not None]
+        held = total([row.host_nbytes for row in tables if row.host_nbytes])
+        text = "No tensor here is a matrix of BF16, which is what stays packed on a GPU"
+        if not tables:
+            return (f"{text}.",)
+        plain = sum(row.nbytes for row in tables)
+        rest = f". In the memory of the host, {words.plural(len(tables), 'table')} of "
+        return text + rest + f"{words.size(plain)} would take ", words.size(held.nbytes), "."
     packed = total([row.device_nbytes for row in on_device if row.device_nbytes])
     kept = plain - sum(row.nbytes for row in on_device)
     return (
@@ -81,9 +97,7 @@ def _by_layer(rows: Sequence[MemoryRow]) -> Figure:
     label = "Bytes in memory by layer, packed and saved."
     colors = [color for color, _ in PACKED_AND_SAVED]
     spec = columns(label, values, colors, ("layer", ""), fields, axis=BYTES)
-    heads = tuple(
-        Column(head, True) for head in ("Layer", "Plain", "Packed", "Ratio", "Exceptions")
-    )
+    heads = headings("Layer", "Plain", "Packed", "Ratio", "Exceptions", n_text=0)
     caption = "Matrices of BF16 in codes of a fixed length, so that any row is found at once. "
     caption += "They take more than in a file, and far less than plain."
     table = Table("Memory by layer", heads, tuple(body))

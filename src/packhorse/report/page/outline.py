@@ -20,7 +20,7 @@ __all__ = [
     "Section",
     "Sentence",
     "Table",
-    "heads",
+    "headings",
 ]
 
 # Plain words and emphasised ones by turns, plain words first.
@@ -66,7 +66,7 @@ class Column:
     numeric: bool = False
 
 
-def heads(*titles: str, n_text: int = 1) -> tuple[Column, ...]:
+def headings(*titles: str, n_text: int = 1) -> tuple[Column, ...]:
     """Columns of which the first ones hold text and the others numbers.
 
     Args:

@@ -7,7 +7,15 @@ from typing import Any
 
 from packhorse.report.page import words
 from packhorse.report.page.charts import BYTES, Field, layer, log_ticks, points, quantity, tips
-from packhorse.report.page.outline import Cell, Column, Figure, Note, Picture, Section, Table
+from packhorse.report.page.outline import (
+    Cell,
+    Figure,
+    Note,
+    Picture,
+    Section,
+    Table,
+    headings,
+)
 from packhorse.report.page.training import SERIES_COLORS
 from packhorse.report.results import Policy, PolicyRow
 
@@ -142,6 +150,4 @@ def _table(policy: Policy) -> Table:
         for row in policy.rows
     )
     title = "Pairs of rate and chain, for 1,000 steps"
-    return Table(
-        title, tuple(Column(head, True) for head in heads), rows, marked=policy.recommended
-    )
+    return Table(title, headings(*heads, n_text=0), rows, marked=policy.recommended)

@@ -19,7 +19,7 @@ __all__ = ["sections"]
 def sections(findings: Findings) -> list[Section]:
     """All sections; one without data is not among them."""
     found = []
-    if findings.problems:
+    if any(not each.is_note for each in findings.problems):
         found.append(problems(findings))
     if findings.sources:
         found.append(glance(findings))

@@ -6,15 +6,29 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from packhorse.report.page import words
-from packhorse.report.page.charts import BYTES, Field, columns, lines, quantity
+from packhorse.report.page.charts import BYTES, Field, columns, lines, log_ticks, quantity
 from packhorse.report.page.grouping import group_label
-from packhorse.report.page.outline import Cell, Column, Figure, Picture, Section, Sentence, Table
+from packhorse.report.page.outline import (
+    Cell,
+    Column,
+    Figure,
+    Picture,
+    Section,
+    Sentence,
+    Table,
+    headings,
+)
 from packhorse.report.results import Estimate, Series, StepKindRow, StepRow, StepSizeRow
 
 __all__ = ["SERIES_COLORS", "training"]
 
 SERIES_COLORS = ("teal", "ochre", "blue", "rose", "purple", "grey", "brown")
 _STEP = Field("step", "Step")
+_MAX_TICKS = 9
+# From this quotient of the largest and the smallest ratio on, an axis is logarithmic.
+_MANY = 6
+# Kinds of a smaller share of the bytes are in the table, but in no picture.
+_LEAST_SHARE = 0.002
 
 
 def training(series: Series) -> Section:
@@ -35,10 +49,12 @@ def _lead(steps: Sequence[StepRow]) -> Sentence:
     last = steps[-1]
     if last.delta is None:
         return (f"The checkpoint of step {words.count(last.step)} packs ", *_times(last, last.full))
-    return (
-        f"At step {words.count(last.step)}, a checkpoint packs ", *_times(last, last.full),
-        " on its own, and ", *_times(last, last.delta), " as a difference from the one before.",
-    )  # fmt: skip
+    start = f"At step {words.count(last.step)}, a checkpoint packs "
+    if last.delta.nbytes > 0.99 * last.full.nbytes:
+        rest = " on its own; as a difference from the one before it gains nothing more."
+        return start, *_times(last, last.full), rest
+    rest = " as a difference from the one before."
+    return start, *_times(last, last.full), " on its own, and ", *_times(last, last.delta), rest
 
 
 def _times(step: StepRow, packed: Estimate) -> Sentence:
@@ -48,13 +64,40 @@ def _times(step: StepRow, packed: Estimate) -> Sentence:
 def step_axis(steps: Iterable[int], title: str = "step") -> dict[str, Any]:
     """The horizontal channel of steps: logarithmic if they grow so."""
     known = sorted(set(steps))
-    grows = len(known) > 3 and known[0] > 0 and known[-1] / known[0] > 20
-    middle = known[len(known) // 2] if known else 0
-    log = grows and middle < 0.3 * known[-1]
-    scale = {"type": "log"} if log else {"zero": False}
-    ticks = {"values": known[:: max(len(known) // 8, 1)]} if log else {}
-    axis = {"grid": False, "labelOverlap": True, "format": ",", "labelFlush": False, **ticks}
-    return quantity("x", title, scale={"nice": False, "padding": 10, **scale}, axis=axis)
+    positive = [step for step in known if step > 0]
+    grows = len(positive) > 3 and positive[-1] > 20 * positive[0]
+    scale: dict[str, Any] = {"nice": False, "padding": 10}
+    axis: dict[str, Any] = {"grid": False, "labelOverlap": True, "format": ",d"}
+    if not grows or known[len(known) // 2] > 0.3 * known[-1]:
+        scale["zero"] = False
+    else:
+        scale["type"] = "symlog" if known[0] <= 0 else "log"
+        axis["values"] = _spread(positive)
+    return quantity("x", title, scale=scale, axis=axis)
+
+
+def _spread(steps: Sequence[int]) -> list[int]:
+    """Some of the steps, from the last on, such that each is much less than the one after."""
+    least = (steps[-1] / steps[0]) ** (1 / _MAX_TICKS)
+    kept = [steps[-1]]
+    for step in reversed(steps):
+        if step * least <= kept[-1]:
+            kept.append(step)
+    return kept[::-1]
+
+
+def ratio_axis(values: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The vertical channel of ratios, from 1, which saves nothing."""
+    low = min([1.0, *(value["y"] for value in values)])
+    high = max([1.1, *(value["y"] for value in values)])
+    scale: dict[str, Any] = {"domain": [low, high]}
+    axis: dict[str, Any] = {"tickCount": 5, "format": "~g"}
+    if high < _MANY * low:
+        scale |= {"nice": True, "zero": False}
+    else:
+        scale |= {"nice": False, "type": "log"}
+        axis["values"] = log_ticks([low, high])
+    return quantity("y", "times smaller", scale=scale, axis=axis)
 
 
 # Ratios.
@@ -68,7 +111,7 @@ def _ratios(steps: Sequence[StepRow]) -> Figure:
     fields = [_STEP, Field("how", "Packed"), Field("ratio", "Ratio"), Field("size", "Bytes")]
     label = f"Ratio by step. {_lead(steps)[0]}{''.join(_lead(steps)[1:])}"
     colors = ["grey", "teal"]
-    y = quantity("y", "times smaller", scale={"zero": False}, axis={"tickCount": 5})
+    y = ratio_axis(values)
     spec = lines(label, values, colors, step_axis(step.step for step in steps), y, fields)
     caption = (
         "The higher a point, the fewer bytes. The distance between both lines is what a "
@@ -88,12 +131,12 @@ def _ratios(steps: Sequence[StepRow]) -> Figure:
         )
         for step in steps
     )
-    table = Table("Checkpoints", tuple(Column(head, True) for head in heads), rows)
+    table = Table("Checkpoints", headings(*heads, n_text=0), rows)
     legend = (("grey line-0", "on its own"), ("teal line-1", "as a difference"))
     return Figure("Ratio by step", caption, (Picture(label, spec),), table, legend)
 
 
-def _ratio_value(step: StepRow, color: int, how: str, packed: Estimate) -> dict[str, object]:
+def _ratio_value(step: StepRow, color: int, how: str, packed: Estimate) -> dict[str, Any]:
     ratio = step.nbytes / packed.nbytes if packed.nbytes else 0.0
     off = ratio * packed.error / packed.nbytes if packed.nbytes else 0.0
     return {
@@ -126,7 +169,7 @@ def _kinds(steps: Sequence[StepRow]) -> Figure:
         ]
         fields = [_STEP, Field("kind", "Kind"), Field("ratio", "Ratio"), Field("own", "On its own")]
         label = f"Ratio of differences by step and kind, {role}."
-        y = quantity("y", "times smaller", scale={"zero": False}, axis={"tickCount": 4})
+        y = ratio_axis(values)
         x = step_axis(step.step for step in steps[1:])
         colors = SERIES_COLORS[: len(series)]
         pictures.append(
@@ -138,9 +181,11 @@ def _kinds(steps: Sequence[StepRow]) -> Figure:
         "and change much more."
     )
     legend = tuple((f"{SERIES_COLORS[color]} line-{color}", kind) for kind, color in series.items())
+    across = min(len(pictures), 3)
     return Figure(
-        "Differences by kind", caption, tuple(pictures), _kind_table(steps), legend, across=3
-    )
+        "Differences by kind", caption, tuple(pictures), _kind_table(steps), legend,
+        across=across, half=across == 1,
+    )  # fmt: skip
 
 
 def _kind_colors(steps: Sequence[StepRow]) -> dict[str, int]:
@@ -148,11 +193,12 @@ def _kind_colors(steps: Sequence[StepRow]) -> dict[str, int]:
     sums: dict[str, int] = {}
     for row in steps[-1].kinds:
         sums[row.kind] = sums.get(row.kind, 0) + row.nbytes
-    largest = sorted(sums, key=lambda kind: -sums[kind])[: len(SERIES_COLORS)]
+    large = [kind for kind in sums if sums[kind] >= _LEAST_SHARE * sum(sums.values())]
+    largest = sorted(large, key=lambda kind: -sums[kind])[: len(SERIES_COLORS)]
     return {kind: color for color, kind in enumerate(largest)}
 
 
-def _kind_value(step: StepRow, kind: StepKindRow, color: int) -> dict[str, object]:
+def _kind_value(step: StepRow, kind: StepKindRow, color: int) -> dict[str, Any]:
     assert kind.delta is not None
     return {
         "x": step.step, "y": kind.nbytes / max(kind.delta.nbytes, 1), "color": color,
@@ -227,7 +273,7 @@ def _unchanged_of(step: StepRow, role: str) -> float | None:
 
 def _step_sizes(rows: Sequence[StepSizeRow]) -> Figure:
     series = list(dict.fromkeys((row.role, row.dtype) for row in rows))[: len(SERIES_COLORS)]
-    values = [
+    values: list[dict[str, Any]] = [
         {
             "x": row.exponent, "y": row.median + 1, "color": series.index((row.role, row.dtype)),
             "role": f"{row.role} · {row.dtype}", "power": f"2^{row.exponent}",
@@ -245,12 +291,9 @@ def _step_sizes(rows: Sequence[StepSizeRow]) -> Figure:
         Field("median", "Half moved at most"), Field("highs", "Nine tenths moved at most"),
     ]  # fmt: skip
     label = "How many representable values a value moved in the last step, by its exponent."
-    y = quantity(
-        "y",
-        "representable values, + 1",
-        scale={"type": "log"},
-        axis={"tickCount": 5, "format": "~s"},
-    )
+    ticks = log_ticks([value[end] for value in values for end in ("low", "high")])
+    axis = {"values": ticks, "format": "~s"}
+    y = quantity("y", "representable values, + 1", scale={"type": "log"}, axis=axis)
     x = quantity(
         "x",
         "power of two of the value",
@@ -261,7 +304,7 @@ def _step_sizes(rows: Sequence[StepSizeRow]) -> Figure:
     spec = lines(label, values, colors, x, y, fields, height=280)
     caption = (
         "Points are medians, lines reach to nine tenths of the values. An optimizer moves all "
-        "values by about the same amount; where values are large, that is few representable "
+        "weights by about the same amount; where values are large, that is few representable "
         "values, and where they are small, many. So the size of a value tells the size of its "
         "step, and the code for differences needs fewer bits if it knows the base's exponent."
     )
@@ -276,9 +319,7 @@ def _step_sizes(rows: Sequence[StepSizeRow]) -> Figure:
         )
         for row in rows
     )
-    table = Table(
-        "Sizes of steps", tuple(Column(head, i > 0) for i, head in enumerate(heads)), body
-    )
+    table = Table("Sizes of steps", headings(*heads), body)
     legend = tuple(
         (f"{SERIES_COLORS[i]} line-{i}", f"{role} · {dtype}")
         for i, (role, dtype) in enumerate(series)
@@ -320,7 +361,7 @@ def _gaps(series: Series) -> Figure:
         )
         for gap, packed in series.gaps
     )
-    heads = tuple(Column(head, True) for head in ("Steps between", "Difference", "Ratio"))
+    heads = headings("Steps between", "Difference", "Ratio", n_text=0)
     table = Table("Differences by gap", heads, rows)
     legend = (("teal line-0", "as a difference"), ("soft dashed", "on its own"))
     return Figure("How far apart", caption, (Picture(label, spec),), table, legend, half=True)
@@ -368,5 +409,5 @@ def _chains(steps: Sequence[StepRow]) -> list[Figure]:
         "A restore reads",
         "Plain bytes / read bytes",
     )
-    table = Table("What a restore reads", tuple(Column(head, True) for head in heads), tuple(rows))
+    table = Table("What a restore reads", headings(*heads, n_text=0), tuple(rows))
     return [Figure("What a restore reads", caption, (Picture(label, spec),), table, half=True)]
