@@ -159,37 +159,23 @@ def packed_estimate(
     Returns:
         The bytes of its frame, header included, and the frame of the sample.
     """
-    places, olds = sample.places, base.runs if base else ()
-    joined = _packed(
-        sample, _joined(sample.runs), _joined_shape(places), level, base, _joined(olds)
-    )
+    places, olds = sample.places, base.runs if base else [None] * len(sample.runs)
+    whole = _packed(sample, *joined(sample), level, base, joined(base)[0] if base else None)
     if len(sample.runs) == 1:
-        return estimate(places, [joined.nbytes]), joined
-    runs = zip(sample.runs, places.shapes, olds or [None] * len(sample.runs), strict=True)
+        return estimate(places, [whole.nbytes]), whole
+    runs = zip(sample.runs, places.shapes, olds, strict=True)
     alone = [_packed(sample, run, shape, level, base, old) for run, shape, old in runs]
     fixed = frame_header_nbytes(len(sample.entry.shape), 0, 0, 0, has_base=base is not None)
     error = estimate(places, [_varying_nbytes(frame) for frame in alone]).error
-    nbytes = _varying_nbytes(joined) * places.nbytes / places.sampled_nbytes
-    return Estimate(fixed + round(nbytes), error), joined
-
-
-def _joined(runs: Sequence[ByteArray]) -> ByteArray | None:
-    """The bytes of all runs, one after the other; None if there is none."""
-    return np.concatenate(runs) if len(runs) > 1 else next(iter(runs), None)
-
-
-def _joined_shape(places: Places) -> tuple[int, ...]:
-    """The shape of all runs together: they have the same rows, or are vectors."""
-    first = places.shapes[0]
-    return (sum(shape[0] for shape in places.shapes), *first[1:]) if first else first
+    nbytes = _varying_nbytes(whole) * places.nbytes / places.sampled_nbytes
+    return Estimate(fixed + round(nbytes), error), whole
 
 
 def _packed(
-    sample: Sample, data: ByteArray | None, shape: tuple[int, ...], level: Level | str,
+    sample: Sample, data: ByteArray, shape: tuple[int, ...], level: Level | str,
     base: Sample | None, old: ByteArray | None,
 ) -> Frame:  # fmt: skip
     """Some bytes of a sample as a frame."""
-    assert data is not None
     base_dtype = base.entry.dtype if base else None
     return compress_buffer(
         data, sample.entry.dtype, shape, level=level, threads=1, base=old, base_dtype=base_dtype

@@ -1,10 +1,4 @@
-"""What a tensor takes on its own and as a delta, from samples, as a snapshot store counts it.
-
-A run of a sample is shorter than a chunk of a delta, and each chunk has tables of its own. So the
-first runs, as many as make a chunk, are packed once more as one: what that saves is what chunks
-cost, and those that the whole tensor will not have are taken off. The encoder of a sample may still
-choose otherwise than that of the whole tensor, where both ways are almost equally long.
-"""
+"""What a tensor takes on its own and as a delta, from samples, as a snapshot store counts it."""
 
 from __future__ import annotations
 
@@ -17,7 +11,15 @@ from packhorse.report.results import Estimate
 from packhorse.report.sampling import Sample
 from packhorse.report.sources import Entry
 
-__all__ = ["Key", "Measured", "measure_tensor", "packed_nbytes"]
+__all__ = [
+    "Key",
+    "Measured",
+    "is_cast",
+    "is_comparable",
+    "key_of",
+    "measure_tensor",
+    "packed_nbytes",
+]
 
 _LEVEL = "default"
 
@@ -75,7 +77,7 @@ def measure_tensor(
         (True, True)
     """
     full = full or packed_nbytes(new, master)
-    found = Measured(new.entry, _key(new), full)
+    found = Measured(new.entry, key_of(new), full)
     if old is None:
         return replace(found, delta=full)
     unchanged = unchanged_share(old, new)
@@ -85,9 +87,24 @@ def measure_tensor(
     return replace(found, delta=delta, unchanged=unchanged)
 
 
-def _key(sample: Sample) -> Key:
+def key_of(sample: Sample) -> Key:
+    """The same for samples of equal tensors, as far as the samples show."""
     digests = tuple(content_hash(run) for run in sample.runs)
     return sample.entry.dtype, sample.entry.numel, sample.places.runs, digests
+
+
+def is_comparable(old: Sample, new: Sample) -> bool:
+    """Whether a store would make a delta: the dtype and the shape are the same, and the samples are
+    of the same places."""
+    kinds = [(each.entry.dtype, each.entry.shape, each.places.runs) for each in (old, new)]
+    return kinds[0] == kinds[1]
+
+
+def is_cast(copy: Sample, master: Sample) -> bool:
+    """Whether a master was sampled where its rounded copy was."""
+    runs = tuple((start * 2, stop * 2) for start, stop in copy.places.runs)
+    dtypes = copy.entry.dtype in ("BF16", "F16") and master.entry.dtype == "F32"
+    return dtypes and runs == master.places.runs
 
 
 def packed_nbytes(sample: Sample, base: Sample | None = None) -> Estimate:

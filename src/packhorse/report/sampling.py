@@ -36,6 +36,7 @@ __all__ = [
     "budget",
     "choose_places",
     "estimate",
+    "joined",
     "take_sample",
     "whole_places",
     "whole_sample",
@@ -163,6 +164,16 @@ def whole_sample(name: str, dtype: str, shape: tuple[int, ...], data: Buffer) ->
     memory = as_bytes(data, "data")
     places = Places(((0, memory.size),), (shape,), memory.size)
     return Sample(Entry(name, dtype, shape, memory.size, None), places, (memory,))
+
+
+def joined(sample: Sample) -> tuple[ByteArray, tuple[int, ...]]:
+    """The runs of a sample as one tensor: its bytes and its shape. Runs have the same rows, or are
+    vectors."""
+    first = sample.places.shapes[0]
+    if len(sample.runs) == 1:
+        return sample.runs[0], first
+    n_rows = sum(shape[0] for shape in sample.places.shapes)
+    return np.concatenate(sample.runs), (n_rows, *first[1:])
 
 
 def estimate(places: Places, sizes: Sequence[float], fixed: int = 0) -> Estimate:

@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 
 from packhorse.disk.results import Progress
 from packhorse.report.checkpoint import READ_ERRORS, Checkpoint, SamplePlan, plan_samples
-from packhorse.report.deltas import Key, Measured, measure_tensor
+from packhorse.report.deltas import Key, Measured, is_cast, is_comparable, measure_tensor
 from packhorse.report.movement import StepSizes
 from packhorse.report.names import kind_of, role_of
 from packhorse.report.results import Estimate, Problem, Series, StepKindRow, StepRow, total
-from packhorse.report.sampling import Sample, budget
+from packhorse.report.sampling import budget
 from packhorse.report.sources import Opened, Source, opened
 from packhorse.report.stores import StoreFacts
 from packhorse.report.survey import look_through
@@ -86,29 +86,16 @@ def _measure(
     before = old.sample(name, threads) if old is not None else None
     if sample is None or (before is None and old is not None and name in old.entries):
         return None
-    if before is not None and not _comparable(before, sample):
+    if before is not None and not is_comparable(before, sample):
         before = None
     master = new.sample(plan.casts[name], threads) if name in plan.casts else None
-    if master is not None and not _is_cast(sample, master):
+    if master is not None and not is_cast(sample, master):
         master = None
     known = fulls.get(name) if fulls is not None else None
     found = measure_tensor(sample, before, master=master, full=known.full if known else None)
     if before is not None and sizes is not None and before.entry.numel >= _MIN_MOVED:
         sizes.add(before, sample)
     return found if old is not None else replace(found, delta=None)
-
-
-def _comparable(old: Sample, new: Sample) -> bool:
-    """Whether a store would make a delta: the dtype and the shape are the same."""
-    kinds = [(each.entry.dtype, each.entry.shape, each.places.runs) for each in (old, new)]
-    return kinds[0] == kinds[1]
-
-
-def _is_cast(copy: Sample, master: Sample) -> bool:
-    """Whether a master was sampled where its copy was."""
-    runs = tuple((start * 2, stop * 2) for start, stop in copy.places.runs)
-    dtypes = copy.entry.dtype in ("BF16", "F16") and master.entry.dtype == "F32"
-    return dtypes and runs == master.places.runs
 
 
 def _shared(measured: Sequence[Measured | None], old_keys: frozenset[Key]) -> Iterator[Measured]:
