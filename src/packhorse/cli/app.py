@@ -43,6 +43,7 @@ from packhorse.cli.options import (
     Output,
     Threads,
 )
+from packhorse.cli.report import add_report
 from packhorse.cli.rows import BenchedFile, FileRow, PlannedFile, TunedMatrix, VerifiedFile
 from packhorse.cli.runs import Outcome, Source, each, wants_json
 from packhorse.cli.shelf import shelf_app
@@ -448,6 +449,9 @@ def tune(
             return measure(job, cache, again=again)
 
     each(jobs, work, render.tune_table, json)
+
+
+add_report(_app)
 
 
 def _base_of(base: str | None) -> Place | None:

@@ -22,7 +22,7 @@ from packhorse.frame.header import frame_header_nbytes
 from packhorse.layout import CHUNK_NBYTES, DTYPE_BY_NAME, DType, Level, Split
 from packhorse.report.names import kind_of, layer_of, role_of
 from packhorse.report.results import Estimate, ExponentRow, PlaneRow, TensorRow
-from packhorse.report.sampling import Places, Sample, estimate
+from packhorse.report.sampling import Sample, estimate, joined
 from packhorse.report.sources import Opened
 
 __all__ = [

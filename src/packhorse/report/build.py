@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -19,13 +19,19 @@ from typing import Any
 from packhorse._version import __version__
 from packhorse.arguments import resolve_threads
 from packhorse.report.bits import exponent_rows
-from packhorse.report.describe import READ_ERRORS, Described, describe_source
+from packhorse.report.changes import compare_models
+from packhorse.report.describe import Described, describe_source
+from packhorse.report.engine_samples import take_engine_samples
+from packhorse.report.engines import compare_engines
 from packhorse.report.options import Options, Watch
-from packhorse.report.results import Findings, Problem, Settings, SourceRow
+from packhorse.report.policy import recommend
+from packhorse.report.results import EngineTable, Findings, Problem, Settings, SourceRow
 from packhorse.report.series import describe_series
-from packhorse.report.sources import Source, find_sources, opened
+from packhorse.report.sources import READ_ERRORS, Source, find_sources, opened
 
 __all__ = ["PlannedSource", "make_findings", "plan_report"]
+
+_ENGINE_SECONDS = 3.0  # for each sample
 
 
 def make_findings(
@@ -65,26 +71,80 @@ def make_findings(
 def _of_models(found: Sequence[Source], options: Options, watch: Watch) -> Findings:
     """The findings of models that have nothing to do with each other."""
     described, problems = _describe_all(found, options, watch)
-    return _findings("models", _title(found, "models"), described, options, problems)
+    findings = _findings("models", _title(found, "models"), described, options, problems)
+    largest = max(described, key=lambda one: one.row.nbytes)
+    source = next(source for source in found if source.name == largest.row.name)
+    return replace(findings, engines=_engines(source, None, options, watch))
 
 
 def _of_series(found: Sequence[Source], options: Options, watch: Watch) -> Findings:
     """The findings of a series: the newest checkpoint that can be read, and how it came about."""
     newest, problems = _describe_newest(found, options, watch)
     rows = list(_rows(found))
+    threads = resolve_threads(options.threads)
     with watch("compare checkpoints", sum(row.nbytes for row in rows)) as progress:
         series, more = describe_series(
-            found, sample_nbytes=options.sample_nbytes, full=options.full,
-            threads=resolve_threads(options.threads), progress=progress,
+            found, sample_nbytes=options.sample_nbytes, full=options.full, threads=threads,
+            progress=progress,
         )  # fmt: skip
     findings = _findings("series", _title(found, "series"), [newest], options, [*more, *problems])
-    return replace(findings, sources=tuple(rows), series=series)
+    names = [step.name for step in series.steps]
+    good = [source for source in found if source.name in names]
+    return replace(
+        findings,
+        sources=tuple(rows),
+        series=series,
+        policy=recommend(series, good, threads=threads, step_seconds=options.seconds_per_step),
+        engines=_engines(good[-1], good[-2] if len(good) > 1 else None, options, watch),
+    )
 
 
 def _of_pair(found: Sequence[Source], options: Options, watch: Watch) -> Findings:
     """The findings of two models: the second, and what changed from the first."""
-    described, problems = _describe_all(found[1:], options, watch)
-    return _findings("pair", _title(found, "pair"), described, options, problems)
+    base, tuned = found
+    described, problems = _describe_all([tuned], options, watch)
+    findings = _findings("pair", _title(found, "pair"), described, options, problems)
+    threads = resolve_threads(options.threads)
+    full = {row.name: row.levels["default"] for row in findings.tensors}
+    with opened(base, threads) as old, opened(tuned, threads) as new:
+        share = options.share(new.entries)
+        with watch(f"compare with {base.name}", new.row.nbytes) as progress:
+            changes, more = compare_models(
+                old, new, share=share, full=full, threads=threads, progress=progress
+            )
+        rows = (old.row, new.row)
+    return replace(
+        findings,
+        sources=rows,
+        changes=changes,
+        engines=_engines(tuned, base, options, watch),
+        problems=tuple(dict.fromkeys([*findings.problems, *more])),
+    )
+
+
+def _engines(
+    source: Source, base: Source | None, options: Options, watch: Watch
+) -> tuple[EngineTable, ...]:
+    """Other ways to pack samples of a source."""
+    if not options.engines:
+        return ()
+    threads = resolve_threads(options.threads)
+    with ExitStack() as stack:
+        new = stack.enter_context(opened(source, threads))
+        old = stack.enter_context(opened(base, threads)) if base else None
+        samples = take_engine_samples(new, old, threads=threads)
+    tables = []
+    with watch("measure other packers", sum(sample.data.size for sample in samples)) as progress:
+        for sample in samples:
+            tables.append(
+                compare_engines(
+                    sample.data, sample.dtype, sample.base, seconds=_ENGINE_SECONDS,
+                    title=sample.title,
+                )
+            )  # fmt: skip
+            if progress is not None:
+                progress(sample.data.size)
+    return tuple(tables)
 
 
 _SECTIONS = {"models": _of_models, "series": _of_series, "pair": _of_pair}

@@ -21,12 +21,11 @@ from packhorse.frame.base import allowed_casts
 from packhorse.frame.header import frame_header_nbytes
 from packhorse.layout import DTYPE_BY_NAME
 from packhorse.report.bits import packed_estimate
-from packhorse.report.describe import READ_ERRORS
 from packhorse.report.movement import unchanged_share
 from packhorse.report.names import kind_of, layer_of
 from packhorse.report.results import ChangeRow, Changes, Estimate, Problem
 from packhorse.report.sampling import Places, Sample, choose_places, take_sample, whole_places
-from packhorse.report.sources import Entry, Opened
+from packhorse.report.sources import READ_ERRORS, Entry, Opened
 from packhorse.threads import map_tensors
 
 __all__ = ["compare_models"]

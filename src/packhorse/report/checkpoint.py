@@ -15,19 +15,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from packhorse.codecs.base import ByteArray
-from packhorse.errors import PackhorseError
 from packhorse.layout import DTYPE_BY_NAME
 from packhorse.report.results import SourceRow
 from packhorse.report.sampling import Places, Sample, choose_places, take_sample, whole_places
-from packhorse.report.sources import Entry, Opened
+from packhorse.report.sources import READ_ERRORS, Entry, Opened
 from packhorse.storage.frames.casts import find_casts
 from packhorse.storage.frames.refs import TensorSpec
 from packhorse.threads import map_tensors
 
-__all__ = ["READ_ERRORS", "Checkpoint", "SamplePlan", "plan_samples"]
+__all__ = ["Checkpoint", "SamplePlan", "plan_samples"]
 
-# What a source that is missing, damaged, unfit or changing raises.
-READ_ERRORS = (PackhorseError, OSError, ValueError)
 _HEAD = 64  # elements that must be equal before two tensors of a plain file are compared
 _MIN_NUMEL = 1024  # smaller tensors are sampled whole, so that their places never differ
 

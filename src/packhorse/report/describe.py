@@ -5,19 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from packhorse.arguments import resolve_threads
-from packhorse.errors import PackhorseError
 from packhorse.report.bits import PlaneCounts, describe_tensor
 from packhorse.report.memory import describe_memory
 from packhorse.report.options import Options, Watch
 from packhorse.report.results import MemoryRow, Problem, SourceRow, TensorRow
 from packhorse.report.sampling import take_sample
-from packhorse.report.sources import Source, opened
+from packhorse.report.sources import READ_ERRORS, Source, opened
 from packhorse.threads import map_tensors
 
-__all__ = ["READ_ERRORS", "Described", "describe_source"]
-
-# What reading a source may raise: it is damaged, gone, or nothing that a report can read.
-READ_ERRORS = (PackhorseError, OSError, ValueError)
+__all__ = ["Described", "describe_source"]
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ import numpy as np
 
 from packhorse.codecs.base import ByteArray
 from packhorse.layout import DTYPE_BY_NAME
-from packhorse.report.describe import READ_ERRORS
 from packhorse.report.names import role_of
-from packhorse.report.sources import Entry, Opened
+from packhorse.report.sources import READ_ERRORS, Entry, Opened
 
 __all__ = ["EngineSample", "take_engine_samples"]
 

@@ -56,7 +56,11 @@ class Options:
         if self.seconds_per_step is not None and not self.seconds_per_step > 0:
             raise ValueError(f"seconds_per_step is {self.seconds_per_step}; it must be above 0")
 
+    def share(self, entries: Sequence[Entry]) -> float:
+        """How much of each tensor of a source to look at; 1 for all of it."""
+        return 1.0 if self.full else min(budget(entries, self.sample_nbytes), 1.0)
+
     def places(self, entries: Sequence[Entry]) -> list[Places]:
         """Where to look at the tensors of a source."""
-        share = 1.0 if self.full else budget(entries, self.sample_nbytes)
+        share = self.share(entries)
         return [choose_places(entry, share) for entry in entries]

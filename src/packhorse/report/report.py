@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from packhorse.report.page import render_html, render_markdown
+from packhorse.report.page.glance import headline
 from packhorse.report.results import Findings
-from packhorse.storage.atomic import atomic_file
+from packhorse.storage.locations import open_place, writing
 
 __all__ = ["Report"]
 
@@ -37,6 +38,11 @@ class Report:
         """
         self.findings = findings
 
+    @property
+    def summary(self) -> str:
+        """The report in a sentence."""
+        return "".join(headline(self.findings))
+
     def to_json(self) -> dict[str, Any]:
         """The findings as values of JSON: dicts, lists, text, numbers, None."""
         return self.findings.to_json()
@@ -53,22 +59,29 @@ class Report:
         """The report as Markdown, without its pictures."""
         return render_markdown(self.findings)
 
-    def save(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        force: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
         """Write the report: the page, or Markdown if the name ends in ".md", or JSON if it ends in
         ".json". The file is whole or absent.
 
         Args:
-            path: the file.
+            path: the file, at a path or a URL.
             force: whether a file that is there may be replaced.
+            storage_options: options for the file system of a URL, as in fsspec.
 
         Raises:
             FileExistsError: the file is there, and `force` is False.
             MissingBackendError: Jinja or vl-convert is not installed.
             OSError: the file cannot be written.
         """
-        destination = Path(path)
+        destination = open_place(path, storage_options)
         text = self._text(destination.suffix.lower())
-        with atomic_file(destination, force=force) as output:
+        with writing(destination, force=force) as output:
             output.write(text.encode())
 
     def _text(self, suffix: str) -> str:

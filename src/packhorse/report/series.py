@@ -20,13 +20,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from packhorse.disk.results import Progress
-from packhorse.report.checkpoint import READ_ERRORS, Checkpoint, SamplePlan, plan_samples
+from packhorse.report.checkpoint import Checkpoint, SamplePlan, plan_samples
 from packhorse.report.deltas import Key, Measured, is_cast, is_comparable, measure_tensor
 from packhorse.report.movement import StepSizes
 from packhorse.report.names import kind_of, role_of
 from packhorse.report.results import Estimate, Problem, Series, StepKindRow, StepRow, total
 from packhorse.report.sampling import budget
-from packhorse.report.sources import Opened, Source, opened
+from packhorse.report.sources import READ_ERRORS, Opened, Source, opened
 from packhorse.report.stores import StoreFacts
 from packhorse.report.survey import look_through
 from packhorse.threads import map_tensors

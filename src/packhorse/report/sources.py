@@ -25,7 +25,7 @@ from packhorse.disk.model_file import ModelFile
 from packhorse.disk.snapshots.catalog import Catalog
 from packhorse.disk.snapshots.names import STORE_FILE
 from packhorse.disk.snapshots.snapshot_frames import SnapshotFrames
-from packhorse.errors import BaseMismatchError, blaming
+from packhorse.errors import BaseMismatchError, PackhorseError, blaming
 from packhorse.frame import Frame
 from packhorse.layout import DTYPE_BY_NAME
 from packhorse.report.names import steps_of
@@ -35,7 +35,10 @@ from packhorse.storage.locations import Place, open_place, open_storage
 from packhorse.storage.source import open_source
 from packhorse.storage.source_file import stamp_of
 
-__all__ = ["Entry", "Opened", "Runs", "Source", "find_sources", "opened"]
+__all__ = ["READ_ERRORS", "Entry", "Opened", "Runs", "Source", "find_sources", "opened"]
+
+# What reading a source may raise: it is damaged, gone, or nothing that a report can read.
+READ_ERRORS = (PackhorseError, OSError, ValueError)
 
 # The first byte of each run, and the one after its last.
 _BLOCK_NBYTES = 3 << 21  # whole chunks, and whole elements of every dtype

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from packhorse.disk import SnapshotStore, SnapshotSummary
-from packhorse.report.checkpoint import READ_ERRORS
 from packhorse.report.results import Problem
-from packhorse.report.sources import Source
+from packhorse.report.sources import READ_ERRORS, Source
 
 __all__ = ["StoreFacts", "summaries"]
 

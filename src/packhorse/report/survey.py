@@ -11,9 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from packhorse.report.checkpoint import READ_ERRORS
 from packhorse.report.results import Problem
-from packhorse.report.sources import Source, opened
+from packhorse.report.sources import READ_ERRORS, Source, opened
 
 __all__ = ["Survey", "look_through"]
 
