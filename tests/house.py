@@ -170,7 +170,7 @@ LAYERS = {
     "cli": 6,
     "integrations": 6,
     "learn": 6,
-    "report": 6,
+    "reports": 6,
     "numpy": 6,
     "torch": 6,
     "torch_models": 6,

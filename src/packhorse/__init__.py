@@ -32,11 +32,12 @@ from packhorse.late_import import import_late
 from packhorse.layout import Level
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from packhorse.disk.base_files import BaseLike
     from packhorse.disk.packed_file import PackedFile
     from packhorse.frame import Frame, Plan
+    from packhorse.reports import Report
 
 __all__ = [
     "BaseMismatchError",
@@ -52,6 +53,7 @@ __all__ = [
     "TruncationError",
     "__version__",
     "open_file",
+    "report",
 ]
 
 
@@ -151,3 +153,64 @@ def open_file(
         storage_options=storage_options,
     )
     return file
+
+
+def report(
+    sources: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    base: str | os.PathLike[str] | None = None,
+    full: bool = False,
+    sample_nbytes: int = 1 << 28,
+    checkpoints_per_day: float = 24.0,
+    seconds_per_step: float | None = None,
+    engines: bool = True,
+    threads: int | None = None,
+    progress: Callable[[int], None] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Report:
+    """Reports on what is compressible in models, in a series of checkpoints, or between two models.
+
+    Args:
+        sources: model files or folders, packed or not, at paths or URLs; checkpoints whose paths
+            differ in a number, or a pattern of such paths, or a snapshot store, for a series; a
+            base and its fine-tune, if there are two that are no series.
+        base: the model that the only source was made from.
+        full: whether everything is read and packed, instead of samples.
+        sample_nbytes: bytes to look at of each source, about.
+        checkpoints_per_day: how often such files are written, for what is saved in a year.
+        seconds_per_step: how long a step of the training takes, for the policy of snapshots; None
+            to take it from the times in the store.
+        engines: whether other packers are measured on samples, too, for some seconds.
+        threads: the number of threads; None for one per core, at most 8.
+        progress: called with the bytes done since the last call.
+        storage_options: options for the file systems of all URLs of this call, as in fsspec.
+
+    Returns:
+        The report: `save(path)`, `to_html()`, `to_markdown()`, `to_json()`, `findings`; a notebook
+        shows its page. What could not be read is in `findings.problems`.
+
+    Raises:
+        FileNotFoundError: nothing is there, or a store has no snapshot.
+        ValueError: an argument is wrong, or there is a base and not one source.
+        CorruptionError, CompatibilityError, OSError: no source can be read.
+
+    Example:
+        >>> import packhorse
+        >>> found = packhorse.report("model.ph.safetensors", engines=False)
+        >>> found.findings.shape
+        'models'
+    """
+    make = import_late("packhorse.reports.build").make_report
+    made: Report = make(
+        [sources] if isinstance(sources, str | os.PathLike) else list(sources),
+        base=base,
+        full=full,
+        sample_nbytes=sample_nbytes,
+        checkpoints_per_day=checkpoints_per_day,
+        seconds_per_step=seconds_per_step,
+        engines=engines,
+        threads=threads,
+        progress=progress,
+        storage_options=storage_options,
+    )
+    return made

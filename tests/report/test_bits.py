@@ -15,7 +15,7 @@ import packhorse
 import packhorse.numpy
 from packhorse.disk import pack_file, unpack_file
 from packhorse.layout import DTYPE_BY_NAME
-from packhorse.report.bits import (
+from packhorse.reports.bits import (
     FLOATS,
     PlaneCounts,
     bit_entropies,
@@ -23,9 +23,9 @@ from packhorse.report.bits import (
     entropy,
     exponent_rows,
 )
-from packhorse.report.results import TensorRow
-from packhorse.report.sampling import choose_places, take_sample
-from packhorse.report.sources import Source, opened
+from packhorse.reports.results import TensorRow
+from packhorse.reports.sampling import choose_places, take_sample
+from packhorse.reports.sources import Source, opened
 
 DTYPES = {
     "BF16": ml_dtypes.bfloat16,

@@ -19,10 +19,10 @@ from transformers import BertConfig, BertModel
 
 from packhorse.disk import SnapshotStore, pack_file
 from packhorse.layout import DTYPE_BY_NAME
-from packhorse.report.changes import compare_models
-from packhorse.report.results import ChangeRow, Estimate, Problem
-from packhorse.report.sampling import choose_places
-from packhorse.report.sources import Entry, Source, find_sources, opened
+from packhorse.reports.changes import compare_models
+from packhorse.reports.results import ChangeRow, Estimate, Problem
+from packhorse.reports.sampling import choose_places
+from packhorse.reports.sources import Entry, Source, find_sources, opened
 
 Tensors = Mapping[str, np.ndarray]
 WORDS = "embeddings.word_embeddings.weight"

@@ -11,8 +11,8 @@ from real_model import model_path, real_tensors
 from safetensors.numpy import load_file, save_file
 
 from packhorse.disk import pack_file
-from packhorse.report.engine_samples import EngineSample, take_engine_samples
-from packhorse.report.sources import Source, opened
+from packhorse.reports.engine_samples import EngineSample, take_engine_samples
+from packhorse.reports.sources import Source, opened
 
 
 def taken(path: Path, base: Path | None = None, **options: Any) -> list[EngineSample]:

@@ -9,8 +9,8 @@ import pytest
 from update_samples import masters, train_step
 
 from packhorse.layout import DTYPES
-from packhorse.report.engines import compare_engines, huffman_nbytes
-from packhorse.report.results import EngineTable
+from packhorse.reports.engines import compare_engines, huffman_nbytes
+from packhorse.reports.results import EngineTable
 
 ENGINES = ["gzip 6", "bz2 9", "xz 6", "zstd 3", "lz4"]
 OURS = ["Packhorse fast", "Packhorse default", "Packhorse max"]

@@ -16,10 +16,10 @@ from packhorse.codecs import weight_plan, weights
 from packhorse.device import pack_model_
 from packhorse.host import pack_table
 from packhorse.layout import W11, W12
-from packhorse.report.memory import describe_memory
-from packhorse.report.results import MemoryRow, total
-from packhorse.report.sampling import choose_places, take_sample
-from packhorse.report.sources import Source, opened
+from packhorse.reports.memory import describe_memory
+from packhorse.reports.results import MemoryRow, total
+from packhorse.reports.sampling import choose_places, take_sample
+from packhorse.reports.sources import Source, opened
 
 
 def rows_of(path: Path, share: float = 1.0) -> dict[str, MemoryRow]:

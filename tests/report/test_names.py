@@ -2,7 +2,7 @@
 
 from cases import each
 
-from packhorse.report.names import is_input_embedding, kind_of, layer_of, role_of, steps_of
+from packhorse.reports.names import is_input_embedding, kind_of, layer_of, role_of, steps_of
 
 # name, kind, layer
 NAMES = [

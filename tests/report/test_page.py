@@ -20,10 +20,10 @@ from findings_samples import (
     nothing,
 )
 
-from packhorse.report.page import render_html, render_markdown
-from packhorse.report.page.words import printable, shorten
-from packhorse.report.report import Report
-from packhorse.report.results import Estimate
+from packhorse.reports.page import render_html, render_markdown
+from packhorse.reports.page.words import printable, shorten
+from packhorse.reports.report import Report
+from packhorse.reports.results import Estimate
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 in_browser = pytest.mark.skipif(

@@ -14,11 +14,11 @@ from fine_tunes import FineTune
 from safetensors.numpy import save_file
 
 from packhorse.disk import SnapshotStore
-from packhorse.report.policy import CHAINS, Model, recommend, seconds_per_step
-from packhorse.report.rates import DiskRate, Rates, measure_disk, measure_rates
-from packhorse.report.results import Policy, Series
-from packhorse.report.series import describe_series
-from packhorse.report.sources import Source, find_sources
+from packhorse.reports.policy import CHAINS, Model, recommend, seconds_per_step
+from packhorse.reports.rates import DiskRate, Rates, measure_disk, measure_rates
+from packhorse.reports.results import Policy, Series
+from packhorse.reports.series import describe_series
+from packhorse.reports.sources import Source, find_sources
 
 STEPS = tuple(range(4, 36, 4))
 DISK = DiskRate(1e9, 2e9, "")

@@ -11,9 +11,9 @@ from real_model import model_path, real_tensors
 from safetensors.numpy import save_file
 
 from packhorse.layout import CHUNK_NBYTES, DTYPE_BY_NAME
-from packhorse.report.bits import packed_estimate
-from packhorse.report.results import Estimate, total
-from packhorse.report.sampling import (
+from packhorse.reports.bits import packed_estimate
+from packhorse.reports.results import Estimate, total
+from packhorse.reports.sampling import (
     Places,
     Sample,
     budget,
@@ -22,7 +22,7 @@ from packhorse.report.sampling import (
     take_sample,
     whole_places,
 )
-from packhorse.report.sources import Entry, Opened, Source, opened
+from packhorse.reports.sources import Entry, Opened, Source, opened
 
 
 def entry_of(dtype: str, *shape: int, name: str = "a.weight") -> Entry:

@@ -15,11 +15,11 @@ import packhorse
 from packhorse.disk import SnapshotStore, pack_file
 from packhorse.layout import DTYPE_BY_NAME
 from packhorse.reference.delta import order
-from packhorse.report.movement import step_sizes, unchanged_share
-from packhorse.report.results import Problem, Series
-from packhorse.report.sampling import choose_places, whole_sample
-from packhorse.report.series import describe_series
-from packhorse.report.sources import Source, find_sources
+from packhorse.reports.movement import step_sizes, unchanged_share
+from packhorse.reports.results import Problem, Series
+from packhorse.reports.sampling import choose_places, whole_sample
+from packhorse.reports.series import describe_series
+from packhorse.reports.sources import Source, find_sources
 
 STEPS = (8, 16, 24, 32)
 
@@ -377,7 +377,7 @@ def test_a_store_that_is_written_to(tmp_path: Path) -> None:
 
 def test_places_follow_from_name_and_size(folder: Path) -> None:
     """Without them, checkpoints could not be compared."""
-    from packhorse.report.sources import Entry
+    from packhorse.reports.sources import Entry
 
     entry = Entry("w", "F32", (1 << 20,), 1 << 22, None)
     assert choose_places(entry, 1 << 18) == choose_places(entry, 1 << 18)

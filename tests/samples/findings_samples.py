@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from packhorse.report.results import (
+from packhorse.reports.results import (
     ChangeRow,
     Changes,
     EngineRow,

@@ -10,10 +10,10 @@ from packhorse.cli.failures import ExitCode, UsageError
 from packhorse.cli.grid import Grid
 from packhorse.cli.options import Base, Force, Json, Threads
 from packhorse.cli.runs import Source, each
-from packhorse.report.build import PlannedSource, make_findings, plan_report
-from packhorse.report.options import SAMPLE_NBYTES, Options
-from packhorse.report.report import Report
-from packhorse.report.results import Findings
+from packhorse.reports.build import PlannedSource, make_findings, plan_report
+from packhorse.reports.options import SAMPLE_NBYTES, Options
+from packhorse.reports.report import Report
+from packhorse.reports.results import Findings
 from packhorse.storage.locations import check_output, open_place
 
 __all__ = ["add_report"]

@@ -1,8 +1,0 @@
-"""The page of a report: findings as one HTML file, or as Markdown."""
-
-from __future__ import annotations
-
-from packhorse.report.page.html import render_html
-from packhorse.report.page.markdown import render_markdown
-
-__all__ = ["render_html", "render_markdown"]

@@ -1,0 +1,355 @@
+"""Section 1 of a report: how many bytes there are, before and after packing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from packhorse.reports.page import words
+from packhorse.reports.page.charts import BYTES, Bar, Field, bars, columns
+from packhorse.reports.page.grouping import LEVELS, Group, Sized, group, grouped
+from packhorse.reports.page.outline import (
+    Cell,
+    Column,
+    Figure,
+    Name,
+    Note,
+    Picture,
+    Section,
+    Sentence,
+    Table,
+)
+from packhorse.reports.results import Estimate, Findings, SourceRow, total
+
+__all__ = ["PACKED_AND_SAVED", "glance", "headline", "size_figure"]
+
+PACKED_AND_SAVED = (("teal", "packed"), ("pale", "saved"))
+_COLORS = [name for name, _ in PACKED_AND_SAVED]
+_FIELDS = (
+    Field("what", "What"),
+    Field("plain", "Plain"),
+    Field("packed", "Packed"),
+    Field("ratio", "Ratio"),
+)
+_MAX_MODELS = 6
+_MAX_LAYERS = 128
+
+
+def glance(findings: Findings) -> Section:
+    """The section "At a glance"."""
+    blocks: list[Figure | Note | Table] = [*_asides(findings)]
+    if findings.tensors:
+        blocks += [_levels(findings), _by_kind(findings), _by_dtype(findings)]
+    blocks += _by_layer(findings)
+    if len(findings.sources) > 1:
+        blocks.append(_sources(findings))
+    return Section("glance", "At a glance", headline(findings), tuple(blocks))
+
+
+# The first sentence.
+
+
+def headline(findings: Findings) -> Sentence:
+    """The report in a sentence."""
+    if findings.shape == "series" and findings.series and len(findings.series.steps) > 1:
+        return _series_headline(findings)
+    if findings.shape == "pair" and findings.changes:
+        return _pair_headline(findings)
+    plain, packed = _before_and_after(findings)
+    n = len(findings.sources)
+    this = "This model takes " if n == 1 else f"These {words.count(n)} models take "
+    it = "it takes" if n == 1 else "they take"
+    return (
+        this,
+        words.size(plain),
+        f"; packed {it} ",
+        words.size(packed.nbytes),
+        *_gain(plain, packed),
+    )
+
+
+def _before_and_after(findings: Findings) -> tuple[int, Estimate]:
+    """Bytes of all sources, plain and packed: as they lie there if all are packed."""
+    plain = sum(source.nbytes for source in findings.sources)
+    stored = [source.packed_nbytes for source in findings.sources]
+    known = [nbytes for nbytes in stored if nbytes is not None]
+    if known and len(known) == len(stored):
+        return plain, Estimate(sum(known))
+    return plain, group(findings.tensors).default
+
+
+def _gain(plain: float, packed: Estimate) -> Sentence:
+    """How many times smaller, in brackets."""
+    if packed.nbytes >= plain:
+        return (" (no gain).",)
+    found, _, error = words.ratio_error(plain, packed).partition(" ")
+    return " (", f"{found} times smaller", f", {error})." if error else ")."
+
+
+def _series_headline(findings: Findings) -> Sentence:
+    assert findings.series is not None
+    steps = findings.series.steps
+    plain, packed = sum(step.nbytes for step in steps), _series_total(findings)
+    these = f"These {words.count(len(steps))} checkpoints take "
+    rest = "; the first packed, the others as differences, they take "
+    if steps[0].stored_nbytes is not None:
+        these, rest = f"These {words.count(len(steps))} snapshots take ", "; the store takes "
+    return these, words.size(plain), rest, words.size(packed.nbytes), *_gain(plain, packed)
+
+
+def _series_total(findings: Findings) -> Estimate:
+    assert findings.series is not None
+    steps = findings.series.steps
+    stored = [step.stored_nbytes for step in steps if step.stored_nbytes is not None]
+    if len(stored) == len(steps):
+        return Estimate(sum(stored))
+    return total([step.delta or step.full for step in steps])
+
+
+def _pair_headline(findings: Findings) -> Sentence:
+    assert findings.changes is not None
+    rows = [row for row in findings.changes.rows if row.change != "removed"]
+    plain = sum(row.nbytes for row in rows)
+    delta = total([row.full if row.delta is None else row.delta for row in rows])
+    return (
+        "The second model takes ", words.size(plain), "; as a difference from the first it takes ",
+        words.size(delta.nbytes), *_gain(plain, delta),
+    )  # fmt: skip
+
+
+# What follows from it.
+
+
+def _asides(findings: Findings) -> list[Note]:
+    """How sure the figures are, and what is saved in a year."""
+    settings, notes = findings.settings, []
+    if settings.full:
+        notes.append(Note(("Everything was measured.",)))
+    elif any(row.sampled_nbytes < row.nbytes for row in findings.tensors):
+        seen, there = (
+            sum(row.sampled_nbytes for row in findings.tensors),
+            sum(row.nbytes for row in findings.tensors),
+        )
+        notes.append(
+            Note(
+                (
+                    f"Estimated from a sample: {words.size(seen)} of {words.size(there)} were "
+                    "looked at. What stands behind ± is two standard errors of sampling.",
+                )
+            )
+        )
+    year = _year(findings)
+    return [*notes, Note(year, strong=True)] if year else notes
+
+
+def _year(findings: Findings) -> Sentence:
+    """What a year of checkpoints saves; empty if nothing."""
+    n = findings.settings.checkpoints_per_day * 365
+    series = findings.series
+    if series and len(series.steps) > 1:
+        steps = series.steps[1:]
+        one, packed = series.steps[-1].nbytes, _series_total(findings).nbytes
+        first = series.steps[0].stored_nbytes or series.steps[0].full.nbytes
+        saved = one - (packed - first) / len(steps)
+        how = "as differences "
+    else:
+        one, after = _before_and_after(findings)
+        saved, how = one - after.nbytes, ""
+    if saved <= 0 or n <= 0:
+        return ()
+    rate = words.number(findings.settings.checkpoints_per_day)
+    return (
+        f"At {rate} checkpoints a day, a year takes {words.size(n * one)}. Packing {how}saves ",
+        words.size(n * saved), " of it (", words.share(saved / one), ").",
+    )  # fmt: skip
+
+
+# Figures.
+
+
+def _bar(row: Sized) -> Bar:
+    label, packed = words.shorten(row.label, 44), row.packed
+    text = f"{words.size(packed.nbytes)} · {words.times(row.nbytes, packed.nbytes)}"
+    pieces = (float(min(packed.nbytes, row.nbytes)), float(max(row.nbytes - packed.nbytes, 0)))
+    return Bar(label, pieces, text, _tips(label, row), error=packed.error)
+
+
+def _tips(label: str, row: Sized) -> dict[str, str]:
+    return {
+        "what": label,
+        "plain": words.size(row.nbytes),
+        "packed": words.estimate(row.packed),
+        "ratio": words.ratio_error(row.nbytes, row.packed),
+    }
+
+
+def _size_table(title: str, head: str, rows: Sequence[Sized]) -> Table:
+    heads = (
+        Column(head),
+        Column("Plain", True),
+        Column("Packed", True),
+        Column("Ratio", True),
+    )
+    body = tuple(
+        (
+            Name(label),
+            words.size_cell(plain),
+            words.estimate_cell(packed),
+            words.ratio_cell(plain, packed.nbytes),
+        )
+        for label, plain, packed in rows
+    )
+    return Table(title, heads, body)
+
+
+def size_figure(
+    title: str, caption: str, head: str, rows: Sequence[Sized], *, half: bool
+) -> Figure:
+    """Bars of bytes, packed and saved."""
+    label = f"{title}: bars of packed and saved bytes. " + _in_words(rows)
+    spec = bars(label, [_bar(row) for row in rows], _COLORS, "", _FIELDS)
+    table = _size_table(title, head, rows)
+    return Figure(title, caption, (Picture(label, spec),), table, PACKED_AND_SAVED, half=half)
+
+
+def _in_words(rows: Sequence[Sized]) -> str:
+    """The first bars as text."""
+    told = [
+        f"{words.shorten(name, 28)}: {words.size(plain)}, packed {words.size(packed.nbytes)}"
+        for name, plain, packed in rows[:8]
+    ]
+    return "; ".join(told) + "."
+
+
+def _levels(findings: Findings) -> Figure:
+    whole = group(findings.tensors)
+    rows = [Sized(name, whole.nbytes, whole.levels[name]) for name in LEVELS]
+    rows = [row for row in rows if row.packed.nbytes]
+    stored = [row.packed_nbytes for row in findings.tensors if row.packed_nbytes is not None]
+    if stored and len(stored) == len(findings.tensors):
+        rows.insert(0, Sized("as stored", whole.nbytes, Estimate(sum(stored))))
+    return size_figure("By level", _level_caption(whole, findings), "Level", rows, half=False)
+
+
+def _level_caption(whole: Group, findings: Findings) -> str:
+    of = {"series": "the newest checkpoint", "pair": "the second model"}.get(findings.shape)
+    text = f"Bytes of {of}, packed on its own. " if of else ""
+    text += "The shorter the solid part, the better. “fast” packs near the speed of a copy, "
+    text += "“max” takes the most time. "
+    default, most = whole.levels["default"], whole.levels["max"]
+    if not most.nbytes or not default.nbytes:
+        return text
+    more = 1 - most.nbytes / default.nbytes
+    if more < 0.002:
+        return text + "Here “max” gains almost nothing over “default”."
+    return text + f"Here “max” takes {words.share(more)} less than “default”."
+
+
+def _rows_by(groups: Mapping[str, Group]) -> list[Sized]:
+    return [Sized(name, each.nbytes, each.default) for name, each in groups.items()]
+
+
+def _by_kind(findings: Findings) -> Figure:
+    roles = {row.role for row in findings.tensors}
+    groups = grouped(
+        findings.tensors, lambda row: row.kind if len(roles) == 1 else f"{row.kind}, {row.role}"
+    )
+    rows = _rows_by(groups)[:14]
+    return size_figure("By kind of tensor", _best_caption(rows), "Kind", rows, half=True)
+
+
+def _by_dtype(findings: Findings) -> Figure:
+    rows = _rows_by(grouped(findings.tensors, lambda row: row.dtype))
+    return size_figure("By dtype", _best_caption(rows), "Dtype", rows, half=True)
+
+
+def _best_caption(rows: Sequence[Sized]) -> str:
+    text = "The largest first, at the level “default”. "
+    if len(rows) < 2:
+        return text
+    by_ratio = sorted(rows, key=lambda row: row.nbytes / max(row.packed.nbytes, 1))
+    worst, best = by_ratio[0], by_ratio[-1]
+    low, high = (words.ratio(row.nbytes, row.packed.nbytes) for row in (worst, best))
+    if low == high:
+        return text + "All gain the same."
+    name = words.shorten(best.label)
+    return text + (
+        f"{name[:1].upper()}{name[1:]} gains the most ({high} times smaller), "
+        f"{words.shorten(worst.label)} the least ({low})."
+    )
+
+
+def _sources(findings: Findings) -> Figure | Table:
+    heads = (
+        Column("Source"),
+        Column("What it is"),
+        Column("Tensors", True),
+        Column("Plain", True),
+        Column("As it lies there", True),
+        Column("Path"),
+    )
+    rows = tuple(
+        (
+            Name(source.name),
+            Cell(source.form),
+            words.count_cell(source.n_tensors),
+            words.size_cell(source.nbytes),
+            words.size_cell(
+                source.nbytes if source.packed_nbytes is None else source.packed_nbytes
+            ),
+            Name(source.path),
+        )
+        for source in findings.sources
+    )
+    table = Table("Sources", heads, rows, tuple(source.nbytes for source in findings.sources))
+    per_source = grouped(findings.tensors, lambda row: row.source)
+    if findings.shape != "models" or len(per_source) < 2:
+        return table
+    bars_of = [
+        Sized(source.name, source.nbytes, _packed(source, per_source))
+        for source in findings.sources
+        if source.name in per_source
+    ]
+    bars_of.sort(key=lambda row: -row.nbytes)
+    shown = size_figure("By model", _best_caption(bars_of), "Model", bars_of[:20], half=False)
+    return Figure(shown.title, shown.caption, shown.pictures, table, shown.legend)
+
+
+def _packed(source: SourceRow, per_source: Mapping[str, Group]) -> Estimate:
+    if source.packed_nbytes is not None:
+        return Estimate(source.packed_nbytes)
+    return per_source[source.name].default
+
+
+def _by_layer(findings: Findings) -> list[Figure]:
+    """Bytes by layer, for each model."""
+    pictures, rows = [], []
+    models = grouped(findings.tensors, lambda row: row.source if row.layer is not None else None)
+    for model, tensors in list(models.items())[:_MAX_MODELS]:
+        layers = dict(sorted(grouped(tensors.rows, lambda row: row.layer).items()))
+        if len(layers) < 2:
+            continue
+        title = words.shorten(model, 40) if len(models) > 1 else ""
+        pictures.append(_layer_picture(title, layers))
+        rows += [
+            Sized(f"{title} layer {layer}".strip(), each.nbytes, each.default)
+            for layer, each in layers.items()
+        ]
+    if not pictures:
+        return []
+    caption = "At the level “default”. Layers of one size that pack alike make a flat row; "
+    caption += "a layer that stands out holds other values than its neighbours."
+    table = _size_table("By layer", "Layer", rows)
+    return [Figure("By layer", caption, tuple(pictures), table, PACKED_AND_SAVED)]
+
+
+def _layer_picture(title: str, layers: Mapping[int, Group]) -> Picture:
+    values = []
+    for layer, each in list(layers.items())[:_MAX_LAYERS]:
+        packed = min(each.default.nbytes, each.nbytes)
+        what = f"layer {layer}"
+        tips = _tips(what, Sized(what, each.nbytes, each.default))
+        for color, (start, end) in enumerate(((0, packed), (packed, each.nbytes))):
+            values.append({"x": layer, "from": start, "to": end, "color": color, **tips})
+    label = f"{title} Bytes by layer, packed and saved, of {words.plural(len(layers), 'layer')}."
+    spec = columns(label.strip(), values, _COLORS, ("layer", ""), _FIELDS, axis=BYTES)
+    return Picture(label.strip(), spec, title)
