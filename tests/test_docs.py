@@ -42,6 +42,7 @@ MODULES = [
     "packhorse.learn",
     "packhorse.lightning",
     "packhorse.numcodecs",
+    "packhorse.reports.report",
     "packhorse.transformers",
     "packhorse.zarr",
     "packhorse.errors",

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,14 @@ def test_the_policy_lets_nothing_in(html: str) -> None:
     )
 
 
+def test_long_names_do_not_make_a_large_page() -> None:
+    whole = large_findings(1000)
+    tensors = tuple(replace(row, name=f"{'<' * 10_000}{row.name}") for row in whole.tensors)
+    text = render_html(replace(whole, tensors=tensors))
+    assert len(text.encode()) < 5_000_000
+    assert "more, together" in text
+
+
 def test_a_section_without_data_is_left_out() -> None:
     text = render_html(nothing())
     assert re.findall(r"<h2[^>]*>(.*?)</h2>", text) == ["How this was measured"]
@@ -308,4 +317,4 @@ def test_reports_are_saved_whole_and_replace_nothing(tmp_path: Path, name: str, 
 def test_json_is_the_findings() -> None:
     report = Report(everything())
     assert json.loads(json.dumps(report.to_json()))["policy"]["recommended"] == 17
-    assert repr(report) == "Report('a tiny llama': 12 sources, 68 tensors, 1 problems)"
+    assert repr(report) == "Report('a tiny llama': 12 sources, 68 tensors, 1 problem)"

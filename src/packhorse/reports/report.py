@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from packhorse.reports.page import render_html, render_markdown
+from packhorse.reports.page import render_html, render_markdown, words
 from packhorse.reports.page.glance import headline
 from packhorse.reports.results import Findings
 from packhorse.storage.locations import open_place, writing
@@ -25,9 +25,15 @@ class Report:
         findings: what it says, as plain data.
 
     Example:
+        >>> from packhorse.reports.build import make_findings
         >>> from packhorse.reports.report import Report
-        >>> Report.__name__
-        'Report'
+        >>> report = Report(make_findings(["model.safetensors"]))
+        >>> report
+        Report('model.safetensors': 1 source, 2 tensors)
+        >>> report.save("report.html")
+        >>> print(report.to_markdown())
+        # model.safetensors
+        ...
     """
 
     def __init__(self, findings: Findings) -> None:
@@ -101,7 +107,9 @@ class Report:
 
     def __repr__(self) -> str:
         found = self.findings
-        return (
-            f"Report({found.title!r}: {len(found.sources)} sources, {len(found.tensors)} tensors, "
-            f"{len(found.problems)} problems)"
-        )
+        counts = [
+            words.plural(len(found.sources), "source"), words.plural(len(found.tensors), "tensor"),
+            *([words.plural(len(found.problems), "problem")] if found.problems else []),
+        ]  # fmt: skip
+        told = ", ".join(counts).replace("\N{NO-BREAK SPACE}", " ")
+        return f"Report({found.title!r}: {told})"

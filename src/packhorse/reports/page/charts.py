@@ -21,7 +21,6 @@ __all__ = [
     "HEAT_COLORS",
     "Bar",
     "Field",
-    "Spec",
     "bars",
     "chart",
     "columns",
@@ -36,14 +35,14 @@ __all__ = [
     "tips",
 ]
 
-Spec = dict[str, Any]
+_Spec = dict[str, Any]
 # Font sizes are pixels; the page's own text has 16.
 _FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, sans-serif'
 _INK, _SOFT, _LINE = "var(--ink)", "var(--soft)", "var(--line)"
 # Colours of shares from 0 to 1, in tenths.
 HEAT_COLORS = [f"var(--heat{i})" for i in range(10)]
 # An axis of bytes, in the units of the page.
-BYTES: Spec = {
+BYTES: _Spec = {
     "labelExpr": (
         "datum.value ? replace(format(datum.value, '~s'), regexp('([a-zA-Z]?)$'), ' $1B') : 0"
     ),
@@ -90,7 +89,7 @@ class Bar:
     error: float = 0
 
 
-def config() -> Spec:
+def config() -> _Spec:
     """What all plots share."""
     axis = {
         "labelColor": _SOFT, "titleColor": _SOFT, "gridColor": _LINE, "domainColor": _LINE,
@@ -109,7 +108,7 @@ def config() -> Spec:
     }
 
 
-def chart(label: str, values: Iterable[Spec], height: int, layers: Sequence[Spec]) -> Spec:
+def chart(label: str, values: Iterable[_Spec], height: int, layers: Sequence[_Spec]) -> _Spec:
     """A plot as wide as its place.
 
     Args:
@@ -131,13 +130,13 @@ def chart(label: str, values: Iterable[Spec], height: int, layers: Sequence[Spec
     }
 
 
-def _draws(shown: Spec, values: Sequence[Spec]) -> bool:
+def _draws(shown: _Spec, values: Sequence[_Spec]) -> bool:
     """Whether a layer draws any of the objects."""
     filters = [each["filter"]["field"] for each in shown.get("transform", ())]
     return all(any(value.get(key) for value in values) for key in filters)
 
 
-def layer(mark: str | Spec, when: str = "", /, **encoding: Any) -> Spec:
+def layer(mark: str | _Spec, when: str = "", /, **encoding: Any) -> _Spec:
     """A layer: one mark for each object.
 
     Args:
@@ -145,16 +144,16 @@ def layer(mark: str | Spec, when: str = "", /, **encoding: Any) -> Spec:
         when: the key of a field that must be true; empty for all objects.
         encoding: its channels.
     """
-    whole: Spec = {"mark": mark, "encoding": encoding}
+    whole: _Spec = {"mark": mark, "encoding": encoding}
     return whole | {"transform": [{"filter": {"field": when, "equal": True}}]} if when else whole
 
 
-def tips(fields: Sequence[Field]) -> list[Spec]:
+def tips(fields: Sequence[Field]) -> list[_Spec]:
     """What the tooltip shows: texts of the data."""
     return [{"field": each.key, "type": "nominal", "title": each.title} for each in fields]
 
 
-def quantity(key: str, title: str | None, **more: Any) -> Spec:
+def quantity(key: str, title: str | None, **more: Any) -> _Spec:
     """A channel of numbers."""
     return {"field": key, "type": "quantitative", "title": title, **more}
 
@@ -167,7 +166,7 @@ def bars(
     fields: Sequence[Field],
     *,
     outside: bool = False,
-) -> Spec:
+) -> _Spec:
     """Lying bars, one below the other, with their values as text.
 
     Args:
@@ -182,7 +181,7 @@ def bars(
     longest = max((sum(row.pieces) for row in rows), default=0) or 1
     labels = _distinct([row.label for row in rows])
     y = rows_of(labels)
-    scale: Spec = {"domain": [0, longest], "nice": False}
+    scale: _Spec = {"domain": [0, longest], "nice": False}
     if outside:
         scale["range"] = [0, {"expr": f"width - {_TEXT_WIDTH}"}]
     shown = {"title": axis, "tickCount": 5} if axis else None
@@ -213,7 +212,7 @@ def bars(
     return chart(label, values, 34 * len(rows), layers)
 
 
-def rows_of(labels: Sequence[str], **axis: Any) -> Spec:
+def rows_of(labels: Sequence[str], **axis: Any) -> _Spec:
     """The vertical channel of plots that have a row for each label, in the field "row"."""
     shown = {"title": None, "grid": False, "labelColor": _INK, **axis}
     return {"field": "row", "type": "ordinal", "axis": shown, "scale": {"domain": list(labels)}}
@@ -240,7 +239,7 @@ def log_ticks(numbers: Sequence[float]) -> list[float]:
     return [tick for tick in ticks if 10 ** (low - 0.1) <= tick <= 10 ** (high + 0.1)]
 
 
-def _pieces(name: str, row: Bar, longest: float, outside: bool) -> Iterable[Spec]:
+def _pieces(name: str, row: Bar, longest: float, outside: bool) -> Iterable[_Spec]:
     """The objects of a bar: its pieces, its mark, its text."""
     start, ends, common = 0.0, [], {"row": name, **row.tips}
     for color, length in enumerate(row.pieces):
@@ -259,14 +258,14 @@ def _pieces(name: str, row: Bar, longest: float, outside: bool) -> Iterable[Spec
 
 def columns(
     label: str,
-    values: Sequence[Spec],
+    values: Sequence[_Spec],
     colors: Sequence[str],
     titles: tuple[str, str],
     fields: Sequence[Field],
     *,
     height: int = 220,
     **y_more: Any,
-) -> Spec:
+) -> _Spec:
     """Standing bars side by side: objects with "x" (a whole number), "from", "to" and "color" (the
     number of a colour).
 
@@ -295,15 +294,15 @@ def columns(
 
 def lines(
     label: str,
-    values: Sequence[Spec],
+    values: Sequence[_Spec],
     colors: Sequence[str],
-    x: Spec,
-    y: Spec,
+    x: _Spec,
+    y: _Spec,
     fields: Sequence[Field],
     *,
     height: int = 260,
-    more: Sequence[Spec] = (),
-) -> Spec:
+    more: Sequence[_Spec] = (),
+) -> _Spec:
     """Lines with points: objects with "x", "y" and "color" (the number of a colour), and with "low"
     and "high" if there is an error.
 
@@ -319,7 +318,7 @@ def lines(
     """
     numbers = list(range(len(colors)))
 
-    def by_series(*outputs: Any) -> Spec:
+    def by_series(*outputs: Any) -> _Spec:
         scale = {"domain": numbers, "range": list(outputs)[: len(colors)]}
         return {"field": "color", "type": "nominal", "legend": None, "scale": scale}
 
@@ -339,15 +338,15 @@ def lines(
 
 
 def points(
-    label: str, values: Sequence[Spec], layers: Sequence[Spec], *, height: int = 320
-) -> Spec:
+    label: str, values: Sequence[_Spec], layers: Sequence[_Spec], *, height: int = 320
+) -> _Spec:
     """A plot of points, with the layers that the caller makes."""
     return chart(label, values, height, layers)
 
 
 def heat_map(
     label: str, rows: Sequence[tuple[str, Sequence[float]]], parts: Sequence[tuple[str, int]]
-) -> Spec:
+) -> _Spec:
     """Shares as colours: a row for each layer of a model, a column for each bit.
 
     Args:

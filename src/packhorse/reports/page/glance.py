@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from packhorse.reports.page import words
 from packhorse.reports.page.charts import BYTES, Bar, Field, bars, columns
-from packhorse.reports.page.grouping import LEVELS, Group, Sized, group, grouped
+from packhorse.reports.page.grouping import LEVELS, Group, Sized, group, group_label, grouped
 from packhorse.reports.page.outline import (
     Cell,
     Column,
@@ -18,7 +18,7 @@ from packhorse.reports.page.outline import (
     Sentence,
     Table,
 )
-from packhorse.reports.results import Estimate, Findings, SourceRow, total
+from packhorse.reports.results import Estimate, Findings, SourceRow, StepRow, total
 
 __all__ = ["PACKED_AND_SAVED", "glance", "headline", "size_figure"]
 
@@ -30,7 +30,10 @@ _FIELDS = (
     Field("packed", "Packed"),
     Field("ratio", "Ratio"),
 )
+_MAX_KINDS = 14
 _MAX_MODELS = 6
+# What has a smaller share of the bytes is not said to gain the most or the least.
+_LEAST_SHARE = 0.01
 _MAX_LAYERS = 128
 
 
@@ -38,11 +41,13 @@ def glance(findings: Findings) -> Section:
     """The section "At a glance"."""
     blocks: list[Figure | Note | Table] = [*_asides(findings)]
     if findings.tensors:
-        blocks += [_levels(findings), _by_kind(findings), _by_dtype(findings)]
+        blocks += [_levels(findings), _by_kind(findings), *_by_dtype(findings)]
     blocks += _by_layer(findings)
     if len(findings.sources) > 1:
         blocks.append(_sources(findings))
-    return Section("glance", "At a glance", headline(findings), tuple(blocks))
+    plain, packed = _totals(findings)
+    left = packed.nbytes / plain if plain else 1.0
+    return Section("glance", "At a glance", headline(findings), tuple(blocks), min(left, 1.0))
 
 
 # The first sentence.
@@ -50,21 +55,44 @@ def glance(findings: Findings) -> Section:
 
 def headline(findings: Findings) -> Sentence:
     """The report in a sentence."""
-    if findings.shape == "series" and findings.series and len(findings.series.steps) > 1:
-        return _series_headline(findings)
-    if findings.shape == "pair" and findings.changes:
-        return _pair_headline(findings)
-    plain, packed = _before_and_after(findings)
+    plain, packed = _totals(findings)
+    before, between = _told(findings)
+    return before, words.size(plain), between, words.size(packed.nbytes), *_gain(plain, packed)
+
+
+def _told(findings: Findings) -> tuple[str, str]:
+    """The words before the first and before the second size."""
     n = len(findings.sources)
-    this = "This model takes " if n == 1 else f"These {words.count(n)} models take "
-    it = "it takes" if n == 1 else "they take"
-    return (
-        this,
-        words.size(plain),
-        f"; packed {it} ",
-        words.size(packed.nbytes),
-        *_gain(plain, packed),
-    )
+    if _is_series(findings):
+        steps = _steps(findings)
+        if steps[0].stored_nbytes is None:
+            these = f"These {words.count(len(steps))} checkpoints take "
+            return these, "; the first packed, the others as differences, they take "
+        return f"These {words.count(len(steps))} snapshots take ", "; the store takes "
+    if findings.shape == "pair" and findings.changes:
+        return "The second model takes ", "; as a difference from the first it takes "
+    if n == 1:
+        return "This model takes ", "; packed it takes "
+    return f"These {words.count(n)} models take ", "; packed they take "
+
+
+def _is_series(findings: Findings) -> bool:
+    return findings.shape == "series" and len(_steps(findings)) > 1
+
+
+def _steps(findings: Findings) -> Sequence[StepRow]:
+    return findings.series.steps if findings.series else ()
+
+
+def _totals(findings: Findings) -> tuple[int, Estimate]:
+    """Bytes of all that the report is about, plain and packed."""
+    if _is_series(findings):
+        return sum(step.nbytes for step in _steps(findings)), _series_total(_steps(findings))
+    if findings.shape == "pair" and findings.changes:
+        rows = [row for row in findings.changes.rows if row.change != "removed"]
+        packed = total([row.full if row.delta is None else row.delta for row in rows])
+        return sum(row.nbytes for row in rows), packed
+    return _before_and_after(findings)
 
 
 def _before_and_after(findings: Findings) -> tuple[int, Estimate]:
@@ -77,43 +105,19 @@ def _before_and_after(findings: Findings) -> tuple[int, Estimate]:
     return plain, group(findings.tensors).default
 
 
-def _gain(plain: float, packed: Estimate) -> Sentence:
-    """How many times smaller, in brackets."""
-    if packed.nbytes >= plain:
-        return (" (no gain).",)
-    found, _, error = words.ratio_error(plain, packed).partition(" ")
-    return " (", f"{found} times smaller", f", {error})." if error else ")."
-
-
-def _series_headline(findings: Findings) -> Sentence:
-    assert findings.series is not None
-    steps = findings.series.steps
-    plain, packed = sum(step.nbytes for step in steps), _series_total(findings)
-    these = f"These {words.count(len(steps))} checkpoints take "
-    rest = "; the first packed, the others as differences, they take "
-    if steps[0].stored_nbytes is not None:
-        these, rest = f"These {words.count(len(steps))} snapshots take ", "; the store takes "
-    return these, words.size(plain), rest, words.size(packed.nbytes), *_gain(plain, packed)
-
-
-def _series_total(findings: Findings) -> Estimate:
-    assert findings.series is not None
-    steps = findings.series.steps
+def _series_total(steps: Sequence[StepRow]) -> Estimate:
     stored = [step.stored_nbytes for step in steps if step.stored_nbytes is not None]
     if len(stored) == len(steps):
         return Estimate(sum(stored))
     return total([step.delta or step.full for step in steps])
 
 
-def _pair_headline(findings: Findings) -> Sentence:
-    assert findings.changes is not None
-    rows = [row for row in findings.changes.rows if row.change != "removed"]
-    plain = sum(row.nbytes for row in rows)
-    delta = total([row.full if row.delta is None else row.delta for row in rows])
-    return (
-        "The second model takes ", words.size(plain), "; as a difference from the first it takes ",
-        words.size(delta.nbytes), *_gain(plain, delta),
-    )  # fmt: skip
+def _gain(plain: float, packed: Estimate) -> Sentence:
+    """How many times smaller, in brackets."""
+    if packed.nbytes >= plain:
+        return (" (no gain).",)
+    found, _, error = words.ratio_error(plain, packed).partition(" ")
+    return " (", f"{found} times smaller", f", {error})." if error else ")."
 
 
 # What follows from it.
@@ -144,13 +148,11 @@ def _asides(findings: Findings) -> list[Note]:
 def _year(findings: Findings) -> Sentence:
     """What a year of checkpoints saves; empty if nothing."""
     n = findings.settings.checkpoints_per_day * 365
-    series = findings.series
-    if series and len(series.steps) > 1:
-        steps = series.steps[1:]
-        one, packed = series.steps[-1].nbytes, _series_total(findings).nbytes
-        first = series.steps[0].stored_nbytes or series.steps[0].full.nbytes
-        saved = one - (packed - first) / len(steps)
-        how = "as differences "
+    if _is_series(findings):
+        steps = _steps(findings)
+        one, packed = steps[-1].nbytes, _series_total(steps).nbytes
+        first = steps[0].stored_nbytes or steps[0].full.nbytes
+        saved, how = one - (packed - first) / (len(steps) - 1), "as differences "
     else:
         one, after = _before_and_after(findings)
         saved, how = one - after.nbytes, ""
@@ -249,33 +251,40 @@ def _rows_by(groups: Mapping[str, Group]) -> list[Sized]:
 
 
 def _by_kind(findings: Findings) -> Figure:
-    roles = {row.role for row in findings.tensors}
+    tensors = findings.tensors
+    n_roles, dtypes = len({row.role for row in tensors}), {row.dtype for row in tensors}
     groups = grouped(
-        findings.tensors, lambda row: row.kind if len(roles) == 1 else f"{row.kind}, {row.role}"
+        tensors, lambda row: group_label(row.role, row.kind, "", n_roles=n_roles, n_dtypes=1)
     )
-    rows = _rows_by(groups)[:14]
-    return size_figure("By kind of tensor", _best_caption(rows), "Kind", rows, half=True)
+    rows = _rows_by(groups)[:_MAX_KINDS]
+    caption = _best_caption(rows)
+    if len(dtypes) == 1:
+        caption += f" All tensors are {words.shorten(dtypes.pop())}."
+    return size_figure("By kind of tensor", caption, "Kind", rows, half=len(dtypes) > 1)
 
 
-def _by_dtype(findings: Findings) -> Figure:
+def _by_dtype(findings: Findings) -> list[Figure]:
     rows = _rows_by(grouped(findings.tensors, lambda row: row.dtype))
-    return size_figure("By dtype", _best_caption(rows), "Dtype", rows, half=True)
+    if len(rows) == 1:
+        return []
+    return [size_figure("By dtype", _best_caption(rows), "Dtype", rows, half=True)]
 
 
 def _best_caption(rows: Sequence[Sized]) -> str:
-    text = "The largest first, at the level “default”. "
-    if len(rows) < 2:
+    """Which of the larger rows gain the most and the least."""
+    text = "The largest first, at the level “default”."
+    whole = sum(row.nbytes for row in rows)
+    large = [row for row in rows if row.nbytes >= _LEAST_SHARE * whole]
+    if len(large) < 2:
         return text
-    by_ratio = sorted(rows, key=lambda row: row.nbytes / max(row.packed.nbytes, 1))
+    by_ratio = sorted(large, key=lambda row: row.nbytes / max(row.packed.nbytes, 1))
     worst, best = by_ratio[0], by_ratio[-1]
     low, high = (words.ratio(row.nbytes, row.packed.nbytes) for row in (worst, best))
     if low == high:
-        return text + "All gain the same."
-    name = words.shorten(best.label)
-    return text + (
-        f"{name[:1].upper()}{name[1:]} gains the most ({high} times smaller), "
-        f"{words.shorten(worst.label)} the least ({low})."
-    )
+        return f"{text} All gain the same."
+    name, other = words.shorten(best.label), words.shorten(worst.label)
+    name = name[:1].upper() + name[1:]
+    return f"{text} {name} gains the most ({high} times smaller), {other} the least ({low})."
 
 
 def _sources(findings: Findings) -> Figure | Table:

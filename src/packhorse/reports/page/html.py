@@ -51,11 +51,6 @@ def render_html(findings: Findings) -> str:
 
     Raises:
         MissingBackendError: Jinja or vl-convert is not installed.
-
-    Example:
-        >>> from packhorse.reports.page import render_html
-        >>> render_html.__name__
-        'render_html'
     """
     jinja, markup = _needed("jinja2"), import_late("markupsafe").Markup
     shown = sections(findings)
@@ -87,6 +82,8 @@ def render_html(findings: Findings) -> str:
             block_type=lambda block: type(block).__name__,
             id=id,
             kept=_Tables().kept,
+            licences=markup(markup.escape(_asset("licences.txt"))) if vega else "",
+            share=words.share,
             short=words.shorten,
             full=_full,
         )

@@ -24,11 +24,6 @@ def render_markdown(findings: Findings) -> str:
 
     Returns:
         The text. Long tables are cut to their largest rows, and say so.
-
-    Example:
-        >>> from packhorse.reports.page import render_markdown
-        >>> render_markdown.__name__
-        'render_markdown'
     """
     return "\n\n".join(_blocks(findings)) + "\n"
 

@@ -158,12 +158,15 @@ class Section:
         title: its heading.
         lead: the sentence that it begins with.
         blocks: what follows.
+        left: the share of bytes that packing leaves, which is drawn below the lead; None for no
+            drawing.
     """
 
     key: str
     title: str
     lead: Sentence
     blocks: tuple[Figure | Table | Note, ...]
+    left: float | None = None
 
     def pictures(self) -> Iterator[Picture]:
         """All pictures, in order."""
