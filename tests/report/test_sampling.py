@@ -14,6 +14,7 @@ from packhorse.layout import CHUNK_NBYTES, DTYPE_BY_NAME
 from packhorse.reports.bits import packed_estimate
 from packhorse.reports.results import Estimate, total
 from packhorse.reports.sampling import (
+    RUN_NBYTES,
     Places,
     Sample,
     budget,
@@ -31,21 +32,21 @@ def entry_of(dtype: str, *shape: int, name: str = "a.weight") -> Entry:
 
 
 @each("dtype", [*DTYPE_BY_NAME])
-def test_runs_are_whole_elements_in_order_and_as_long_as_a_chunk(dtype: str) -> None:
+def test_runs_are_whole_elements_in_order_and_of_one_length(dtype: str) -> None:
     shapes = [(3_000_001 * 8,), (40_000, 512), (40_000, 5, 24), (2, 16_000_000), (9, 7, 800_000)]
     for shape in [*shapes, (24_000_000 // 5, 5), (1, 1 << 24), (5, 1 << 20, 8)]:
         entry = entry_of(dtype, *shape)
         bits = DTYPE_BY_NAME[dtype].bits
         places = choose_places(entry, 0.1)
         assert not places.is_whole
-        most = max(0.15 * entry.nbytes, 2 * CHUNK_NBYTES)
+        most = max(0.15 * entry.nbytes, 8 * RUN_NBYTES)
         assert 0.05 * entry.nbytes < places.sampled_nbytes <= most
         end = 0
         for (start, stop), part in zip(places.runs, places.shapes, strict=True):
             assert end <= start < stop <= entry.nbytes
             assert start * 8 % bits == 0
             assert 8 * (stop - start) == math.prod(part) * bits
-            assert CHUNK_NBYTES / 2 < stop - start <= CHUNK_NBYTES
+            assert RUN_NBYTES / 2 < stop - start <= RUN_NBYTES
             assert len(part) == 1 or part[1:] == entry.shape[1:]
             end = stop
 
@@ -58,12 +59,15 @@ def test_small_tensors_are_taken_whole(dtype: str, shape: tuple[int, ...]) -> No
     assert choose_places(entry, 0.0) == whole_places(entry) == choose_places(entry, 1.0)
 
 
-def test_rows_that_nearly_fill_a_run_leave_nothing_out() -> None:
-    """Three rows, each a run: a sample of two runs or of all."""
-    row = CHUNK_NBYTES // 4 - 64
-    assert not choose_places(entry_of("F32", 4, row), 0.0).is_whole
+def test_long_rows_make_long_runs_and_those_of_more_than_a_chunk_are_cut() -> None:
+    row = CHUNK_NBYTES // 4
+    places = choose_places(entry_of("F32", 40, row - 64), 0.0)
+    assert set(places.shapes) == {(1, row - 64)}
+    assert len(places.runs) == 2
     assert choose_places(entry_of("F32", 3, row), 1.0).is_whole
-    assert choose_places(entry_of("F32", 4, row), 0.99).is_whole
+    assert choose_places(entry_of("F32", 2, row), 0.0).is_whole
+    places = choose_places(entry_of("F32", 40, row + 1), 0.0)
+    assert places.shapes[0] == ((places.runs[0][1] - places.runs[0][0]) // 4,)
 
 
 def test_places_follow_from_name_and_size() -> None:
@@ -95,13 +99,13 @@ def test_the_error_is_that_of_random_parts() -> None:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Opened]]:
-    """The real model in F32; its last layers as BF16, and the same after a step that is about as
-    long for all values, as a step of Adam is."""
+    """The real model in F32; its last layer and embeddings as BF16, and the same after a step of
+    about one length for all values, as a step of Adam is."""
     folder = tmp_path_factory.mktemp("models")
     base = {n: t for n, t in real_tensors(6).items() if "layer" not in n or "r.5" in n}
     rng = np.random.default_rng(0)
     tuned = {
-        name: (t.astype(np.float32) + rng.choice([-1e-4, 1e-4], t.shape)).astype(ml_dtypes.bfloat16)
+        name: (t.astype(np.float32) + rng.normal(0, 1e-4, t.shape)).astype(ml_dtypes.bfloat16)
         for name, t in base.items()
     }
     save_file(base, folder / "base")
@@ -123,8 +127,8 @@ def sampled(file: Opened, name: str, places: Places) -> Sample:
 
 @each("source, base, level, allowed", [
     ("plain", None, "fast", 0.0005), ("plain", None, "default", 0.0005),
-    ("plain", None, "max", 0.004), ("tuned", None, "default", 0.002),
-    ("tuned", "base", "default", 0.01),
+    ("plain", None, "max", 0.001), ("tuned", None, "default", 0.002),
+    ("tuned", "base", "default", 0.03),
 ])  # fmt: skip
 def test_a_sample_tells_the_size_of_all_large_tensors(
     files: dict[str, Opened], source: str, base: str | None, level: str, allowed: float
@@ -141,6 +145,6 @@ def test_a_sample_tells_the_size_of_all_large_tensors(
         distance = abs(whole[-1].nbytes - guess[-1].nbytes)
         n_near += distance <= guess[-1].error + allowed * whole[-1].nbytes
     assert len(whole) >= 2
-    assert n_near >= 0.6 * len(whole)  # two runs alone miss by two of their errors in 3 of 10 cases
+    assert n_near >= 0.8 * len(whole), (whole, guess)
     sums = total(whole), total(guess)
     assert abs(sums[0].nbytes - sums[1].nbytes) <= sums[1].error + allowed * sums[0].nbytes

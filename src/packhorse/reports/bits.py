@@ -8,6 +8,7 @@ each level; what it takes, without what a tensor has once, is what as many bytes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,7 +19,6 @@ from packhorse import _core
 from packhorse.codecs.base import ByteArray
 from packhorse.codecs.source import natural_geometry
 from packhorse.frame import Frame, compress_buffer
-from packhorse.frame.header import frame_header_nbytes
 from packhorse.layout import CHUNK_NBYTES, DTYPE_BY_NAME, DType, Level, Split
 from packhorse.reports.names import kind_of, layer_of, role_of
 from packhorse.reports.results import Estimate, ExponentRow, PlaneRow, TensorRow
@@ -165,10 +165,9 @@ def packed_estimate(
         return estimate(places, [whole.nbytes]), whole
     runs = zip(sample.runs, places.shapes, olds, strict=True)
     alone = [_packed(sample, run, shape, level, base, old) for run, shape, old in runs]
-    fixed = frame_header_nbytes(len(sample.entry.shape), 0, 0, 0, has_base=base is not None)
-    error = estimate(places, [_varying_nbytes(frame) for frame in alone]).error
-    nbytes = _varying_nbytes(whole) * places.nbytes / places.sampled_nbytes
-    return Estimate(fixed + round(nbytes), error), whole
+    error = estimate(places, [sum(_parts(frame)) for frame in alone]).error
+    fixed, varying = _parts(whole)
+    return Estimate(round(fixed + varying * places.nbytes / places.sampled_nbytes), error), whole
 
 
 def _packed(
@@ -182,17 +181,19 @@ def _packed(
     )
 
 
-def _varying_nbytes(frame: Frame) -> int:
-    """Bytes of a frame that a longer one has more of: all but the rest of its header."""
-    header = frame.header
-    table_nbytes = 4 * (1 + header.n_planes) * frame.n_chunks
-    return frame.nbytes - header.header_nbytes + len(header.side_stream) + table_nbytes
+def _parts(frame: Frame) -> tuple[float, float]:
+    """Bytes of a frame that a tensor has once, and those that more rows have more of."""
+    header, n = frame.header, frame.header.n_row_dims
+    n_rows, n_columns = (math.prod(dims) for dims in (frame.shape[:n], frame.shape[n:]))
+    # Side data has a byte for each row and each column.
+    side = len(header.side_stream) * n_rows / (n_rows + n_columns)
+    table = 4 * (1 + header.n_planes) * frame.n_chunks
+    return header.header_nbytes - side - table, frame.nbytes - header.header_nbytes + side + table
 
 
 def _counts_of(sample: Sample) -> PlaneCounts:
     counts = PlaneCounts(sample.entry.dtype)
-    for run in sample.runs:
-        counts.add(run)
+    counts.add(joined(sample)[0])
     return counts
 
 

@@ -4,10 +4,11 @@ A sample is some runs of a tensor: the tensor is cut into as many equal parts as
 each part gives one run at a random place (stratified sampling; Cochran, Sampling Techniques, 1977,
 chapter 5). Large tensors have more runs than small ones, and very small ones are taken whole.
 
-A run is as long as a chunk of the format: shorter ones would pack worse than the tensor does,
-because each has tables of its own. It has whole rows, unless one is longer than a chunk, so that it
-packs as the tensor does. The places follow from the tensor's name and size, so that reports of the
-same files agree, and so that checkpoints are compared at the same places.
+Runs are short, because values that are unlike the others often lie together, such as the rows of
+words that were never used: many short runs meet them, and show how much they vary. A run has whole
+rows, so that runs can be packed together as a smaller tensor of the same kind. The places follow
+from the tensor's name and size, so that reports of the same files agree, and so that checkpoints
+are compared at the same places.
 """
 
 from __future__ import annotations
@@ -42,11 +43,10 @@ __all__ = [
     "whole_sample",
 ]
 
-RUN_NBYTES = CHUNK_NBYTES
-# One would say nothing of the error. Two say little of one tensor, but enough of many together.
-_MIN_RUNS = 2
-_WHOLE_NBYTES = _MIN_RUNS * RUN_NBYTES * 3 // 2  # a tensor of up to so many bytes is taken whole
-_MIN_ROWS = 16  # of a run that has the shape of a matrix
+RUN_NBYTES = 1 << 16
+_MIN_NBYTES = 8 * RUN_NBYTES  # of a sample, unless it is the tensor
+_MIN_RUNS = 2  # one would say nothing of the error
+_WHOLE_NBYTES = _MIN_NBYTES * 3 // 2  # a tensor of up to so many bytes is taken whole
 _UNIT = math.lcm(*(dtype.bits for dtype in DTYPE_BY_NAME.values())) // 8
 
 
@@ -86,7 +86,7 @@ class Sample:
 
 def budget(entries: Sequence[Entry], sample_nbytes: int) -> float:
     """The share of each tensor to sample, so that all samples together have about `sample_nbytes`.
-    Each has at least two runs, however many tensors there are.
+    Each has at least eight runs, however many tensors there are.
 
     Args:
         entries: the tensors of a source.
@@ -110,10 +110,10 @@ def choose_places(entry: Entry, share: float) -> Places:
         share: how much of it to sample, about, between 0 and 1; a tensor that is hardly longer than
             that is taken whole.
     """
-    n_runs = max(_MIN_RUNS, round(entry.nbytes * share / RUN_NBYTES))
     run_nbytes, shape = _run_of(entry)
     n_units = entry.nbytes // run_nbytes  # the rest at the end is never sampled; it is short
-    if entry.nbytes <= n_runs * RUN_NBYTES * 3 // 2 or n_units <= n_runs:
+    n_runs = max(round(max(entry.nbytes * share, _MIN_NBYTES) / run_nbytes), _MIN_RUNS)
+    if entry.nbytes <= n_runs * run_nbytes * 3 // 2 or n_units <= n_runs:
         return whole_places(entry)
     rng = np.random.default_rng(zlib.crc32(entry.name.encode()) + entry.nbytes)
     edges = [i * n_units // n_runs for i in range(n_runs + 1)]
@@ -123,17 +123,13 @@ def choose_places(entry: Entry, share: float) -> Places:
 
 
 def _run_of(entry: Entry) -> tuple[int, tuple[int, ...]]:
-    """The bytes and the shape of a run: whole rows, unless one is longer than a run, then whole
-    elements. Few rows have the shape of a vector: what a frame holds for each column would count
-    too much."""
+    """The bytes and the shape of a run: whole rows, unless one is longer than a chunk, then whole
+    elements."""
     bits, nbytes = DTYPE_BY_NAME[entry.dtype].bits, RUN_NBYTES
     row_bits = math.prod(entry.shape[1:]) * bits
-    if len(entry.shape) > 1 and row_bits % 8 == 0 and 0 < row_bits <= 8 * nbytes:
-        n_rows = 8 * nbytes // row_bits
-        nbytes = n_rows * row_bits // 8
-        if n_rows >= _MIN_ROWS:
-            return nbytes, (n_rows, *entry.shape[1:])
-        return nbytes, (nbytes * 8 // bits,)
+    if len(entry.shape) > 1 and row_bits % 8 == 0 and 0 < row_bits <= 8 * CHUNK_NBYTES:
+        n_rows = max(8 * nbytes // row_bits, 1)
+        return n_rows * row_bits // 8, (n_rows, *entry.shape[1:])
     nbytes = nbytes // _UNIT * _UNIT
     return nbytes, (nbytes * 8 // bits,)
 
