@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from packhorse.disk import SnapshotStore
 from packhorse.reports.policy import CHAINS, Model, recommend, seconds_per_step
 from packhorse.reports.rates import DiskRate, Rates, measure_disk, measure_rates
-from packhorse.reports.results import Policy, Series
+from packhorse.reports.results import Estimate, Policy, Series
 from packhorse.reports.series import describe_series
 from packhorse.reports.sources import Source, find_sources
 
@@ -93,7 +93,7 @@ def test_the_rule(found: Any) -> None:
         if waste(row) <= least + 0.005 and row.restore_seconds <= 2 * plain[row.every]
     ]
     assert best.nbytes == min(row.nbytes for row in allowed)
-    assert f"a snapshot every {best.every} steps with chains of {best.chain} makes" in made.reason
+    assert f"A snapshot every {best.every} steps with chains of {best.chain} makes" in made.reason
     assert "0.5 % more of the job's time" in made.reason
     assert "one failure in 12 hours" in made.reason
     assert any("A step takes 2 s, as given" in words for words in made.assumptions)
@@ -110,7 +110,7 @@ def test_more_failures_mean_more_snapshots(found: Any) -> None:
 def test_without_the_time_of_a_step_the_interval_stays(found: Any) -> None:
     made = policy(found)
     assert made.rows[made.recommended].every == 4
-    assert made.reason.startswith("how long a step takes is not known, so the interval stays at 4")
+    assert made.reason.startswith("How long a step takes is not known, so the interval stays at 4")
     assert "each stalls the job for" in made.reason
     assert any("How long a step takes is not known" in words for words in made.assumptions)
     assert all(row.lost_steps == row.every / 2 for row in made.rows)
@@ -140,6 +140,25 @@ def test_snapshots_without_numbers(tmp_path: Path) -> None:
     series = describe_series(sources, sample_nbytes=1 << 20, full=False, threads=1)[0]
     made = policy((series, sources), step_seconds=60.0)
     assert any("a step is one snapshot here" in words for words in made.assumptions)
+
+
+def test_gaps_that_only_the_beginning_has(tmp_path: Path) -> None:
+    """Of steps a factor of two apart, the shortest gaps are at the beginning."""
+    rng = np.random.default_rng(0)
+    weight, step = (rng.standard_normal(1 << 15).astype(np.float32) for _ in range(2))
+    for n in (1, 2, 4, 8):
+        save_file({"w": weight + np.float32(n * 1e-4) * step}, tmp_path / f"step-{n}.safetensors")
+    sources = find_sources([str(tmp_path / "step-*")])
+    series = describe_series(sources, sample_nbytes=1 << 20, full=True, threads=1)[0]
+    assert [gap for gap, _ in series.gaps] == [4, 6, 7]
+    made = policy((series, sources))
+    assert any("gaps below 4 steps occur only earlier" in words for words in made.assumptions)
+    row = next(row for row in made.rows if (row.every, row.chain) == (1, 1))
+    second = series.steps[1]
+    assert second.delta is not None
+    delta = second.delta.nbytes / second.full.nbytes * series.steps[-1].full.nbytes
+    expected = 1000 * (series.steps[-1].full.nbytes + delta) / 2
+    assert row.nbytes == pytest.approx(expected, rel=1e-3)
 
 
 RATES = Rates(1 << 20, 2, 2e-9, 3e-9, 1e-9, 5e-10, 5e-10, 1e-10, 0.9, 0.5)
@@ -200,6 +219,8 @@ def test_nothing_to_recommend(found: Any) -> None:
     series, sources = found
     assert recommend(Series((), (), ()), [], threads=1) is None
     assert recommend(Series(series.steps[:1], (), ()), sources, threads=1) is None
+    same = Series(series.steps, tuple((gap, Estimate(0)) for gap, _ in series.gaps), ())
+    assert recommend(same, sources, threads=1) is None
 
 
 @each("options, words", [

@@ -17,7 +17,7 @@ from packhorse.layout import DTYPE_BY_NAME
 from packhorse.reference.delta import order
 from packhorse.reports.movement import step_sizes, unchanged_share
 from packhorse.reports.results import Problem, Series
-from packhorse.reports.sampling import choose_places, whole_sample
+from packhorse.reports.sampling import whole_sample
 from packhorse.reports.series import describe_series
 from packhorse.reports.sources import Source, find_sources
 
@@ -355,6 +355,22 @@ def test_missing_numbers(tmp_path: Path, steps: tuple[int, ...], words: str) -> 
     assert all(words in problem.message for problem in problems)
 
 
+def test_a_snapshot_whose_pack_is_lost(tmp_path: Path) -> None:
+    packs = tmp_path / "store" / "packs"
+    with SnapshotStore(tmp_path / "store", max_chain=0) as store:
+        for step in (100, 200, 300):
+            known = set(packs.iterdir()) if packs.exists() else set()
+            store.take(f"step-{step}", small(step))
+            if step == 200:
+                lost = set(packs.iterdir()) - known
+        for pack in lost:
+            pack.unlink()
+    for full in (False, True):
+        found = described(tmp_path / "store", full=full)
+        problem, steps = the_problem(found, "the pack does not exist", "goes on without this")
+        assert (problem.source, problem.tensor, steps) == ("step-200", None, [100, 300])
+
+
 def test_a_store_that_is_written_to(tmp_path: Path) -> None:
     with SnapshotStore(tmp_path / "store") as store:
         for step in (100, 200, 300):
@@ -373,11 +389,3 @@ def test_a_store_that_is_written_to(tmp_path: Path) -> None:
         found = described(find_sources([tmp_path / "store"]), progress=progress)
         _, steps = the_problem(found, "got a snapshot while", "step-400", "make the report again")
         assert steps == [100, 300]
-
-
-def test_places_follow_from_name_and_size(folder: Path) -> None:
-    """Without them, checkpoints could not be compared."""
-    from packhorse.reports.sources import Entry
-
-    entry = Entry("w", "F32", (1 << 20,), 1 << 22, None)
-    assert choose_places(entry, 1 << 18) == choose_places(entry, 1 << 18)

@@ -131,8 +131,10 @@ def step_sizes(old: Sample, new: Sample) -> tuple[StepSizeRow, ...]:
 
 def _ordered(units: _Units) -> _Units:
     """Floats as integers that are ordered by value (section 6.6)."""
-    top = units.dtype.type(1 << (8 * units.itemsize - 1))
-    return np.where(units & top, ~units, units | top)
+    bits = 8 * units.itemsize
+    signed = units.view(f"i{units.itemsize}")
+    ones_if_negative = (signed >> (bits - 1)).view(units.dtype)
+    return units ^ (ones_if_negative | units.dtype.type(1 << (bits - 1)))
 
 
 def _counted(old: ByteArray, new: ByteArray, dtype: str) -> NDArray[np.int64]:
@@ -140,12 +142,11 @@ def _counted(old: ByteArray, new: ByteArray, dtype: str) -> NDArray[np.int64]:
     unit_nbytes, parts = DTYPE_BY_NAME[dtype].unit_nbytes, FLOATS[dtype]
     before, after = (data.view(f"u{unit_nbytes}") for data in (old, new))
     n_exponents, n_bins = 1 << parts.exponent_bits, (8 * unit_nbytes + 1 << _BIN_BITS) + 2
-    exponents = (before >> parts.mantissa_bits & (n_exponents - 1)).astype(np.int64)
+    exponents = (before >> parts.mantissa_bits & (n_exponents - 1)).astype(np.uint32)
     a, b = _ordered(before), _ordered(after)
     distances = (np.maximum(a, b) - np.minimum(a, b)).astype(np.float32)
-    bins = (distances.view(np.uint32) >> _DROPPED_BITS).astype(np.int64) - (_ONE - 1)
-    places = exponents * n_bins + np.maximum(bins, 0)
-    counted = np.bincount(places, minlength=n_exponents * n_bins)
+    bins = np.maximum(distances.view(np.uint32) >> _DROPPED_BITS, _ONE - 1) - np.uint32(_ONE - 1)
+    counted = np.bincount(exponents * n_bins + bins, minlength=n_exponents * n_bins)
     return counted.reshape(n_exponents, n_bins)
 
 

@@ -136,7 +136,7 @@ def recommend(
         disk: the rate of the disk; None to measure it.
 
     Returns:
-        The policy; None if the series has no delta, or no two checkpoints with numbers that grow.
+        The policy; None if the series has no delta, or if nothing ever changes in it.
 
     Raises:
         ValueError: `step_seconds` or `hours_between_failures` is not above 0; or as below.
@@ -151,7 +151,7 @@ def recommend(
             raise ValueError(f"{name} is {value}; it must be above 0")
     gaps, note = _gaps(series)
     note += _numbers_note(sources)
-    if not gaps:
+    if not any(nbytes for _, nbytes in gaps):
         return None
     by_name = {source.name: source for source in sources}
     old, new = (by_name[row.name] for row in series.steps[-2:])
@@ -228,19 +228,19 @@ def _choose(model: Model, rows: Sequence[PolicyRow], hours: float) -> tuple[int,
     if model.step_seconds is None:
         row = min((row for row in quick if row.every == rows[0].every), key=_smallest)
         return rows.index(row), (
-            f"how long a step takes is not known, so the interval stays at {row.every:,} steps; "
+            f"How long a step takes is not known, so the interval stays at {row.every:,} steps; "
             f"there, chains of {row.chain} make the smallest store ({_stored(row)}) of those that "
-            f"{_restores(row, plain)}; each stalls the job for {_time(model.stall_seconds)}"
+            f"{_restores(row, plain)}; each stalls the job for {_time(model.stall_seconds)}."
         )
     wastes = {id(row): _waste(row, model.step_seconds, hours) for row in rows}
     least = min(wastes.values())
     good = [row for row in quick if wastes[id(row)] <= least + _MORE_WASTE]
     row = min(good or [min(quick, key=lambda row: wastes[id(row)])], key=_smallest)
     return rows.index(row), (
-        f"a snapshot every {row.every:,} steps with chains of {row.chain} makes the smallest store "
+        f"A snapshot every {row.every:,} steps with chains of {row.chain} makes the smallest store "
         f"({_stored(row)}) of the pairs that waste at most {_percent(_MORE_WASTE)} more of the "
         f"job's time than the best one ({_percent(wastes[id(row)])} against {_percent(least)}, for "
-        f"stalls and one failure in {hours:g} hours) and {_restores(row, plain)}"
+        f"stalls and one failure in {hours:g} hours) and {_restores(row, plain)}."
     )
 
 
@@ -276,12 +276,12 @@ def _assumptions(
     words = [
         f"Rates are measured on {_size(rates.sampled_nbytes)} with {rates.threads} threads, at the "
         f"level default: packing {_rate(rates.pack_full)} in full and {_rate(rates.pack_delta)} as "
-        f"a delta, unpacking {_rate(rates.unpack_full)} and {_rate(rates.unpack_delta)} for each "
-        f"delta, copying {_rate(rates.copy)}.",
+        f"a delta, unpacking {_rate(rates.unpack_full)} in full and {_rate(rates.unpack_delta)} "
+        f"for each delta, copying {_rate(rates.copy)}.",
         f"The disk writes {_size(round(disk.write))} and reads {_size(round(disk.read))} a second, "
         f"{where}.",
         f"Bytes of deltas are those at the end of the series, measured for gaps of {first} to "
-        f"{last} steps and interpolated between; {note}training goes on alike{beyond}.",
+        f"{last} steps and interpolated between; {note}training is taken to go on alike{beyond}.",
         "Snapshots are taken in the background: the job waits for a copy of its state in memory "
         "(from a GPU the copy takes as long as its bus needs), and for a snapshot that is not "
         "packed when the next is due. Packing in the background may slow down a job that uses all "

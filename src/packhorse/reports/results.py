@@ -211,11 +211,13 @@ class StepKindRow:
 
     Attributes:
         role, kind, dtype: as in `TensorRow`.
-        nbytes: their bytes.
-        full: bytes if packed on their own, at the level "default".
+        nbytes: their bytes, without tensors that are damaged here or in the checkpoint before.
+        full: bytes if packed on their own, at the level "default"; 0 if other tensors of the
+            checkpoint equal them. A rounded copy is packed against its master.
         delta: bytes if packed as differences from the checkpoint before, or on their own where that
-            is shorter; None for the first checkpoint.
-        unchanged: share of their values whose bits are those of the checkpoint before.
+            is shorter; 0 if nothing changed; None for the first checkpoint.
+        unchanged: share of their values whose bits are those of the checkpoint before; None if they
+            cannot be compared.
     """
 
     role: str
@@ -232,8 +234,8 @@ class StepRow:
     """One checkpoint of a series.
 
     Attributes:
-        name, step, nbytes: as in `SourceRow`.
-        full, delta, unchanged: as in `StepKindRow`, of all tensors.
+        name, step: as in `SourceRow`.
+        nbytes, full, delta, unchanged: as in `StepKindRow`, of all tensors.
         kinds: by role, kind and dtype.
         stored_nbytes: what the store grew by, as `packhorse snapshot show` says; None outside of a
             store.
@@ -280,7 +282,8 @@ class Series:
     Attributes:
         steps: the checkpoints in order.
         gaps: bytes of the newest checkpoint as a delta against the checkpoint so many steps before:
-            (steps, bytes) for each earlier checkpoint, the nearest first.
+            (steps, bytes) for each earlier checkpoint, the nearest first; of more than 32, for
+            about four to each doubling.
         step_sizes: how far values moved at the end, by exponent.
     """
 

@@ -24,7 +24,15 @@ from packhorse.reports.checkpoint import Checkpoint, SamplePlan, plan_samples
 from packhorse.reports.deltas import Key, Measured, is_cast, is_comparable, measure_tensor
 from packhorse.reports.movement import StepSizes
 from packhorse.reports.names import kind_of, role_of
-from packhorse.reports.results import Estimate, Problem, Series, StepKindRow, StepRow, total
+from packhorse.reports.results import (
+    Estimate,
+    Problem,
+    Series,
+    SourceRow,
+    StepKindRow,
+    StepRow,
+    total,
+)
 from packhorse.reports.sampling import budget
 from packhorse.reports.sources import READ_ERRORS, Opened, Source, opened
 from packhorse.reports.stores import StoreFacts
@@ -113,9 +121,9 @@ def _shared(measured: Sequence[Measured | None], old_keys: frozenset[Key]) -> It
 
 
 class _GoneError(Exception):
-    """A source could not be opened, or changed while it was open."""
+    """A source could not be opened, none of it can be read, or it changed while it was open."""
 
-    def __init__(self, source: Source, error: Exception) -> None:
+    def __init__(self, source: Source, error: Exception | str) -> None:
         super().__init__(str(error))
         self.source = source
 
@@ -175,6 +183,7 @@ class _Work:
         self._facts = facts
         self._plan = SamplePlan(None, {}, {})
         self._held: dict[str, Checkpoint] = {}
+        self._rows: dict[str, SourceRow] = {}
         self._gone: dict[str, str] = {}
         self._damaged: dict[str, dict[str, str]] = {}
         self._gaps: dict[str, Estimate] = {}
@@ -297,6 +306,9 @@ class _Work:
                 new, before, self._plan, self._threads, fulls=fulls, old_keys=keys, sizes=sizes,
                 progress=progress,
             )  # fmt: skip
+            if len(new.damaged) == len(new.entries) > 0:
+                self._damaged.pop(source.name, None)
+                raise _GoneError(source, next(iter(new.damaged.values())))
         return measured
 
     @contextmanager
@@ -306,6 +318,7 @@ class _Work:
         if held is None:
             with _opened(source) as found:
                 checkpoint = Checkpoint(found, self._plan)
+                self._rows[source.name] = found.row
                 if self._is_full:
                     yield checkpoint
                 else:
@@ -331,7 +344,7 @@ class _Work:
         step = source.step if source.step is not None else self._sources.index(source)
         row = StepRow(
             source.name, step, nbytes, *_sum(measured), _kinds(measured),
-            *self._facts.of(source),
+            *self._facts.of(self._rows[source.name]),
         )  # fmt: skip
         return _Done(source, row, keys)
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from packhorse.disk import SnapshotStore, SnapshotSummary
-from packhorse.reports.results import Problem
+from packhorse.reports.results import Problem, SourceRow
 from packhorse.reports.sources import READ_ERRORS, Source
 
 __all__ = ["StoreFacts", "summaries"]
-
-_Figures = tuple[int | None, int | None, int | None]
 
 
 def summaries(sources: Sequence[Source]) -> dict[str, SnapshotSummary]:
@@ -36,32 +34,22 @@ class StoreFacts:
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = list(sources)
         self._summaries = summaries(sources)
-        self._store: SnapshotStore | None = None
 
-    def of(self, source: Source) -> _Figures:
+    def of(self, row: SourceRow) -> tuple[int | None, int | None, int | None]:
         """What the store grew by, the longest chain and the bytes that a restore reads; None where
         that is unknown."""
-        summary = self._summaries.get(source.snapshot or "")
+        summary = self._summaries.get(row.name)
         if summary is None:
             return None, None, None
-        return summary.new_nbytes, summary.max_deltas, self._needed_nbytes(source)
-
-    def _needed_nbytes(self, source: Source) -> int | None:
-        assert source.snapshot is not None
-        if self._store is None:
-            self._store = SnapshotStore(source.path, storage_options=source.storage_options)
-        try:
-            return self._store.info(source.snapshot).needed_nbytes
-        except READ_ERRORS:
-            return None
+        return summary.new_nbytes, summary.max_deltas, row.packed_nbytes
 
     def problems(self) -> Iterator[Problem]:
         """One problem if the store got new snapshots meanwhile."""
-        new = summaries(self._sources).keys() - self._summaries.keys()
+        new = [name for name in summaries(self._sources) if name not in self._summaries]
         if self._summaries and new:
             words = f"{len(new)} snapshots" if len(new) > 1 else "a snapshot"
             yield Problem(
                 self._sources[0].path, None,
                 f"{self._sources[0].path}: the store got {words} while the report was made (the "
-                f"newest: {sorted(new)[-1]}); make the report again to see all",
+                f"newest: {new[-1]}); make the report again to see all",
             )  # fmt: skip

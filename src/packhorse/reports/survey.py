@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from packhorse.reports.results import Problem
 from packhorse.reports.sources import READ_ERRORS, Source, opened
@@ -44,7 +45,7 @@ def look_through(sources: Sequence[Source]) -> Survey:
         belongs to another model, for each whose tensors have other shapes or dtypes than in the
         one before, and for numbers that are missing in an even series.
     """
-    kept: dict[frozenset[str], _Tensors] = {}
+    kept: dict[frozenset[Any], _Tensors] = {}
     found: list[tuple[Source, _Tensors]] = []
     problems = []
     for source in sources:
@@ -71,10 +72,9 @@ def _read(source: Source) -> _Tensors:
         return {entry.name: (entry.dtype, entry.shape, entry.numel) for entry in found.entries}
 
 
-def _shared(tensors: _Tensors, kept: dict[frozenset[str], _Tensors]) -> _Tensors:
+def _shared(tensors: _Tensors, kept: dict[frozenset[Any], _Tensors]) -> _Tensors:
     """An equal object that is known already, so that 1,000 checkpoints take the memory of one."""
-    known = kept.setdefault(frozenset(tensors), tensors)
-    return known if known == tensors else tensors
+    return kept.setdefault(frozenset(tensors.items()), tensors)
 
 
 def _most_common(found: Sequence[_Tensors]) -> _Tensors:
