@@ -10,7 +10,16 @@ import torch
 from cases import each
 from real_model import model_path, real_tensors
 from safetensors.numpy import load_file, save_file
-from transformers import BertConfig, BertModel
+from transformers import (
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from packhorse.codecs import weight_plan, weights
 from packhorse.device import pack_model_
@@ -169,10 +178,36 @@ def test_samples_tell_the_size_within_their_error(model: Path) -> None:
     assert found[1].nbytes == pytest.approx(found[0].nbytes, rel=1e-3)
 
 
+SIZES = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 300,
+    "num_attention_heads": 2, "num_key_value_heads": 1,
+}  # fmt: skip
+
+
+@each("make", [
+    lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    lambda: MixtralForCausalLM(MixtralConfig(num_local_experts=2, **SIZES)),
+    lambda: T5ForConditionalGeneration(
+        T5Config(d_model=128, d_ff=256, num_layers=1, d_kv=64, num_heads=2, vocab_size=300)
+    ),
+])  # fmt: skip
+def test_names_in_files_of_transformers_tell_what_is_packed(tmp_path: Path, make: Any) -> None:
+    model = make().to(torch.bfloat16).eval()
+    model.save_pretrained(tmp_path / type(model).__name__)
+    found = rows_of(tmp_path / type(model).__name__)
+    report = pack_model_(model, dry_run=True)
+    packed = {f"{n}.weight": w.nbytes for w in report.packed for n in w.name.split(" = ")}
+    sizes = {name: row.device_nbytes.nbytes for name, row in found.items() if row.device_nbytes}
+    assert sizes == {name: nbytes for name, nbytes in packed.items() if name in found}
+    assert len(sizes) >= 6
+
+
 @each("name, tensor, device, host", [
     ("a.weight.exp_avg", bf16(64, 64), "optimizer", "no embedding"),
     ("conv.weight", bf16(64, 8, 3, 3), "4 dimensions", "no embedding"),
     ("norm.weight", bf16(64), "1 dimension;", "no embedding"),
+    ("mlp.experts.1.w1.weight", bf16(64, 64), "one of several experts", "no embedding"),
+    ("model.layers.0.mlp.gate.weight", bf16(64, 64), "a router", "no embedding"),
     ("rnn.weight_ih_l0", bf16(64, 64), "not the weight of a layer", "no embedding"),
     ("a.weight", bf16(64, 64).astype(np.float16), "BF16, not F16", "no embedding"),
     ("wide.weight", bf16(1, 65537), "65537 columns; at most 65536", "no embedding"),

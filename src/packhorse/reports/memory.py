@@ -2,9 +2,9 @@
 
 The rules are those of `packhorse.device.pack_model_`, by default and with `embeddings="host"`. It
 looks at the modules of a model. A file has only names, so a matrix called `weight` is taken for
-that of a `torch.nn.Linear`, unless its name is that of an embedding. Nothing is packed for long:
-exceptions are counted in whole rows (docs/format.md, sections 12 and 14), and all other bytes
-follow from the shape.
+that of a `torch.nn.Linear`, unless its name is that of an embedding or of an expert. Nothing is
+packed for long: exceptions are counted in whole rows (docs/format.md, sections 12 and 14), and all
+other bytes follow from the shape.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from packhorse.table_layout import MAX_TABLE_COLUMNS
 __all__ = ["describe_memory"]
 
 _NO_ROWS = "no row of it was sampled, because rows are long; look at all of it instead of a sample"
+_EXPERT = re.compile(r"experts?[./_]\d+[./]")
+_ROUTER = re.compile(r"(^|[._/])(moe|mlp)[./](gate|router)[./]weight$")
 _CONV1D = re.compile(r"(^|[./_])c_(attn|fc|proj)\.weight$")
 _Bytes = NDArray[np.uint8]
 
@@ -92,6 +94,10 @@ def _why_not_multiplied(entry: Entry) -> str | None:
         return "not the weight of a layer; only matrices of layers are packed"
     if kind_of(entry.name) == "embedding" and not is_input_embedding(entry.name):
         return "embeddings=None packs the input embedding only"
+    if _EXPERT.search(entry.name):
+        return "one of several experts; transformers joins them in one tensor, which stays as it is"
+    if _ROUTER.search(entry.name):
+        return "a router is no torch.nn.Linear"
     if entry.dtype != "BF16":
         return f"packed weights are BF16, not {entry.dtype}"
     if not 1 <= entry.shape[1] <= MAX_WEIGHT_COLUMNS:
