@@ -61,7 +61,7 @@ def _times(step: StepRow, packed: Estimate) -> Sentence:
     return (f"{words.ratio(step.nbytes, packed.nbytes)} times smaller",)
 
 
-def step_axis(steps: Iterable[int], title: str = "step") -> dict[str, Any]:
+def _step_axis(steps: Iterable[int], title: str = "step") -> dict[str, Any]:
     """The horizontal channel of steps: logarithmic if they grow so."""
     known = sorted(set(steps))
     positive = [step for step in known if step > 0]
@@ -86,7 +86,7 @@ def _spread(steps: Sequence[int]) -> list[int]:
     return kept[::-1]
 
 
-def ratio_axis(values: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _ratio_axis(values: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The vertical channel of ratios, from 1, which saves nothing."""
     low = min([1.0, *(value["y"] for value in values)])
     high = max([1.1, *(value["y"] for value in values)])
@@ -111,8 +111,8 @@ def _ratios(steps: Sequence[StepRow]) -> Figure:
     fields = [_STEP, Field("how", "Packed"), Field("ratio", "Ratio"), Field("size", "Bytes")]
     label = f"Ratio by step. {_lead(steps)[0]}{''.join(_lead(steps)[1:])}"
     colors = ["grey", "teal"]
-    y = ratio_axis(values)
-    spec = lines(label, values, colors, step_axis(step.step for step in steps), y, fields)
+    y = _ratio_axis(values)
+    spec = lines(label, values, colors, _step_axis(step.step for step in steps), y, fields)
     caption = (
         "The higher a point, the fewer bytes. The distance between both lines is what a "
         "difference from the checkpoint before gains; it grows as steps of the optimizer get "
@@ -169,8 +169,8 @@ def _kinds(steps: Sequence[StepRow]) -> Figure:
         ]
         fields = [_STEP, Field("kind", "Kind"), Field("ratio", "Ratio"), Field("own", "On its own")]
         label = f"Ratio of differences by step and kind, {role}."
-        y = ratio_axis(values)
-        x = step_axis(step.step for step in steps[1:])
+        y = _ratio_axis(values)
+        x = _step_axis(step.step for step in steps[1:])
         colors = SERIES_COLORS[: len(series)]
         pictures.append(
             Picture(label, lines(label, values, colors, x, y, fields, height=220), role)
@@ -247,7 +247,7 @@ def _unchanged(steps: Sequence[StepRow]) -> Figure:
     label = "Share of values that did not change since the checkpoint before, by step."
     y = quantity("y", None, axis={"format": "%", "tickCount": 5}, scale={"domain": [0, 1]})
     colors = SERIES_COLORS[: len(roles)]
-    spec = lines(label, values, colors, step_axis(step.step for step in steps[1:]), y, fields)
+    spec = lines(label, values, colors, _step_axis(step.step for step in steps[1:]), y, fields)
     caption = (
         "Values whose bits are those of the checkpoint before. A step that is smaller than half "
         "the distance to the next value of a short format is lost in rounding, so more and more "
@@ -342,7 +342,7 @@ def _gaps(series: Series) -> Figure:
     full = {"mark": {"type": "rule", "strokeDash": [5, 4], "strokeWidth": 1.5,
                      "stroke": "var(--soft)"},
             "encoding": {"y": {"datum": last.full.nbytes, "type": "quantitative"}}}  # fmt: skip
-    x = step_axis((gap for gap, _ in series.gaps), "steps between")
+    x = _step_axis((gap for gap, _ in series.gaps), "steps between")
     spec = lines(label, values, ["teal"], x, y, fields, more=[full])
     pays = [gap for gap, packed in series.gaps if packed.nbytes < 0.95 * last.full.nbytes]
     caption = "The dashed line is the checkpoint on its own. "
