@@ -49,7 +49,9 @@ def _lead(changes: Changes) -> Sentence:
     names = f"From {words.shorten(changes.base)} to {words.shorten(changes.tuned)}, "
     found = {change: len(those) for change, those in _by_change(changes.rows).items()}
     changed = found.pop("changed", 0)
-    rest = words.listed(f"{words.count(n)} {change}" for change, n in found.items())
+    rest = words.listed(
+        f"{words.count(n)} {'is' if n == 1 else 'are'} {change}" for change, n in found.items()
+    )
     return names, f"{words.plural(changed, 'tensor')} changed", f"; {rest}." if rest else "."
 
 

@@ -35,6 +35,7 @@ _MAX_MODELS = 6
 # What has a smaller share of the bytes is not said to gain the most or the least.
 _LEAST_SHARE = 0.01
 _MAX_LAYERS = 128
+_MAX_NARROW_LAYERS = 24
 
 
 def glance(findings: Findings) -> Section:
@@ -69,7 +70,7 @@ def _told(findings: Findings) -> tuple[str, str]:
             these = f"These {words.count(len(steps))} checkpoints take "
             return these, "; the first packed, the others as differences, they take "
         return f"These {words.count(len(steps))} snapshots take ", "; the store takes "
-    if findings.shape == "pair" and findings.changes:
+    if _is_pair(findings):
         return "The second model takes ", "; as a difference from the first it takes "
     if n == 1:
         return "This model takes ", "; packed it takes "
@@ -80,6 +81,10 @@ def _is_series(findings: Findings) -> bool:
     return findings.shape == "series" and len(_steps(findings)) > 1
 
 
+def _is_pair(findings: Findings) -> bool:
+    return findings.shape == "pair" and findings.changes is not None
+
+
 def _steps(findings: Findings) -> Sequence[StepRow]:
     return findings.series.steps if findings.series else ()
 
@@ -88,7 +93,7 @@ def _totals(findings: Findings) -> tuple[int, Estimate]:
     """Bytes of all that the report is about, plain and packed."""
     if _is_series(findings):
         return sum(step.nbytes for step in _steps(findings)), _series_total(_steps(findings))
-    if findings.shape == "pair" and findings.changes:
+    if findings.changes and _is_pair(findings):
         rows = [row for row in findings.changes.rows if row.change != "removed"]
         packed = total([row.full if row.delta is None else row.delta for row in rows])
         return sum(row.nbytes for row in rows), packed
@@ -96,9 +101,12 @@ def _totals(findings: Findings) -> tuple[int, Estimate]:
 
 
 def _before_and_after(findings: Findings) -> tuple[int, Estimate]:
-    """Bytes of all sources, plain and packed: as they lie there if all are packed."""
-    plain = sum(source.nbytes for source in findings.sources)
-    stored = [source.packed_nbytes for source in findings.sources]
+    """Bytes of the sources whose tensors are described, plain and packed: as they lie there if all
+    are packed."""
+    described = {row.source for row in findings.tensors}
+    sources = [source for source in findings.sources if source.name in described]
+    plain = sum(source.nbytes for source in sources)
+    stored = [source.packed_nbytes for source in sources]
     known = [nbytes for nbytes in stored if nbytes is not None]
     if known and len(known) == len(stored):
         return plain, Estimate(sum(known))
@@ -154,13 +162,14 @@ def _year(findings: Findings) -> Sentence:
         first = steps[0].stored_nbytes or steps[0].full.nbytes
         saved, how = one - (packed - first) / (len(steps) - 1), "as differences "
     else:
-        one, after = _before_and_after(findings)
-        saved, how = one - after.nbytes, ""
+        one, after = _totals(findings)
+        saved, how = one - after.nbytes, "as differences " if _is_pair(findings) else ""
     if saved <= 0 or n <= 0:
         return ()
-    rate = words.number(findings.settings.checkpoints_per_day)
+    each = "of each " if findings.shape == "models" and len(findings.sources) > 1 else ""
+    rate = f"{words.number(findings.settings.checkpoints_per_day)} checkpoints {each}a day"
     return (
-        f"At {rate} checkpoints a day, a year takes {words.size(n * one)}. Packing {how}saves ",
+        f"At {rate}, a year takes {words.size(n * one)}. Packing {how}saves ",
         words.size(n * saved), " of it (", words.share(saved / one), ").",
     )  # fmt: skip
 
@@ -260,7 +269,7 @@ def _by_kind(findings: Findings) -> Figure:
     caption = _best_caption(rows)
     if len(dtypes) == 1:
         caption += f" All tensors are {words.shorten(dtypes.pop())}."
-    return size_figure("By kind of tensor", caption, "Kind", rows, half=len(dtypes) > 1)
+    return size_figure("By kind of tensor", caption, "Kind", rows, half=True)
 
 
 def _by_dtype(findings: Findings) -> list[Figure]:
@@ -348,7 +357,10 @@ def _by_layer(findings: Findings) -> list[Figure]:
     caption = "At the level “default”. Layers of one size that pack alike make a flat row; "
     caption += "a layer that stands out holds other values than its neighbours."
     table = _size_table("By layer", "Layer", rows)
-    return [Figure("By layer", caption, tuple(pictures), table, PACKED_AND_SAVED)]
+    # Beside "By kind of tensor", if nothing else is there.
+    one_dtype = len({row.dtype for row in findings.tensors}) == 1
+    half = one_dtype and len(pictures) == 1 and len(rows) <= _MAX_NARROW_LAYERS
+    return [Figure("By layer", caption, tuple(pictures), table, PACKED_AND_SAVED, half=half)]
 
 
 def _layer_picture(title: str, layers: Mapping[int, Group]) -> Picture:

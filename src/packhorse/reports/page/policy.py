@@ -34,14 +34,19 @@ def policy_section(policy: Policy) -> Section:
         f"In 1,000 steps the store then grows by {words.size(best.nbytes)}, and the job waits for "
         f"{words.seconds(best.stall_seconds)}. A restore takes "
         f"{words.seconds(best.restore_seconds)}; a failure costs "
-        f"{words.number(best.lost_steps)} steps on average. {policy.reason}"
+        f"{words.number(best.lost_steps)} steps on average."
     )
-    why = Note((cost,), strong=True)
+    why = Note((f"Why: {policy.reason.strip().rstrip('.')}.",))
     return Section(
         "policy",
         "Policy",
         lead,
-        (why, _figure(policy), Note(("What these figures rest on:",), policy.assumptions)),
+        (
+            Note((cost,), strong=True),
+            why,
+            _figure(policy),
+            Note(("What these figures rest on:",), policy.assumptions),
+        ),
     )
 
 
@@ -114,7 +119,9 @@ def _spec(label: str, values: list[dict[str, Any]], n_series: int) -> dict[str, 
     log = {"type": "log", "nice": False, "padding": 16}
     ticks = log_ticks([row["x"] for row in values])
     x = quantity("x", "bytes in 1,000 steps", scale=log, axis=BYTES | {"values": ticks})
-    y = quantity("y", "seconds of a restore", axis={"tickCount": 5}, scale={"zero": True})
+    times = [row["y"] for row in values]
+    axis = {"values": log_ticks(times), "format": "~g"}
+    y = quantity("y", "seconds of a restore", axis=axis, scale=log)
     channels = {"x": x, "y": y, "color": color}
     ring = {
         "type": "point",
