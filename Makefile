@@ -87,8 +87,8 @@ training: .venv/.bench ## make the training run of the benchmark data (17 minute
 rl-trace: .venv/.bench ## make the trace of weight updates of a reinforcement learning run (35 minutes; goes on if stopped)
 	@$(PY) benchmarks/rl_trace.py $(ARGS)
 
-study: .venv/.bench .venv/.model ## train six small models (5.5 GB, 40 minutes; goes on if stopped) for the study of what compresses
-	@$(PY) benchmarks/study.py $(ARGS)
+study: .venv/.bench .venv/.model ## train six small models (5.5 GB, 30 minutes; goes on if stopped), and measure what compresses in them
+	@$(PY) benchmarks/study.py --write $(ARGS)
 
 sanitize: .venv/.sanitize .venv/.model .venv/.torchrec ## run the tests on a core built with ASan and UBSan
 	@LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \

@@ -28,7 +28,6 @@ import torch
 # Run as a file, a command finds the package `benchmarks` only in the folder that holds it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import machine
 from benchmarks.common.reruns import check_same, one_thread
 from benchmarks.data import sets
 from benchmarks.data.language_model import ModelShape
@@ -41,6 +40,7 @@ from benchmarks.data.trainer import (
     described,
     file_names,
     identity,
+    summary,
     write_manifest,
 )
 from benchmarks.data.vocabulary import Vocabulary
@@ -171,14 +171,7 @@ def _do_run(
     trainer.go(state, recipe.last, recipe.kept, lambda: state.save(checkpoint, wanted))
     tail = state.cast(torch.bfloat16)
     trainer.go(tail, recipe.last + TAIL[-1], recipe.kept_of_tail)
-    return {
-        **wanted,
-        "machine": machine.describe(),
-        "cpu_seconds": round(tail.seconds, 1),
-        "parameters": {n: list(w.shape) for n, w in tail.weights.items()},
-        "files": {name: described(folder / name) for name in recipe.files()},
-        "losses": tail.losses,
-    }
+    return summary(wanted, tail, folder, recipe.files())
 
 
 def _do_history(trainer: Trainer, recipe: Recipe) -> dict[str, Any]:

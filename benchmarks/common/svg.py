@@ -1,9 +1,9 @@
 """What the pictures of benchmarks share: colours, font, size, title."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 
-__all__ = ["FAINT", "FONT_SIZE", "GREY", "RIVAL", "TEAL", "opening"]
+__all__ = ["FAINT", "FONT_SIZE", "GREY", "RIVAL", "TEAL", "label_places", "opening"]
 
 FONT_SIZE = 14
 # Middle tones, which are readable on white and on black.
@@ -36,3 +36,19 @@ def opening(
     yield f'    <text x="{left}" y="26" font-size="19" font-weight="bold">{escape(title)}</text>'
     yield f'    <text x="{left}" y="48">{escape(subtitle)}</text>'
     yield "  </g>"
+
+
+def label_places(wanted: Sequence[float], bottom: float, line_height: float) -> list[float]:
+    """Heights of labels near the wanted ones, at least a line apart, none below the axis.
+
+    Args:
+        wanted: heights, in pixels from the top.
+        bottom: the height of the axis.
+        line_height: the least distance between two.
+    """
+    places = list(wanted)
+    order = sorted(range(len(wanted)), key=lambda k: -wanted[k])
+    below = bottom + line_height
+    for k in order:
+        places[k] = below = min(wanted[k], below - line_height)
+    return places

@@ -36,6 +36,7 @@ __all__ = [
     "DataSet",
     "cast_file",
     "digest",
+    "kept_tensors",
     "library_sources",
     "make",
     "model_path",
@@ -229,12 +230,28 @@ def training_tensors(kind: str, step: int | None, dtype: str, numpy_type: Any) -
         name = f"{kind}_{step:06}.safetensors"
         if name not in files:
             raise FileNotFoundError(f"the training run in {folder} has not kept {name}")
+    return kept_tensors(folder, name, files[name]["sha256"], dtype, numpy_type)
+
+
+def kept_tensors(folder: Path, name: str, sha256: str, dtype: str, numpy_type: Any) -> Tensors:
+    """The tensors of one file of a run.
+
+    Args:
+        folder: of the run.
+        name: of the file.
+        sha256: what the manifest of the run says of it.
+        dtype: safetensors' name of their type.
+        numpy_type: the same type for NumPy.
+
+    Raises:
+        ValueError: the file is not the one that the run wrote.
+    """
     raw = (folder / name).read_bytes()
     found = hashlib.sha256(raw).hexdigest()
-    if found != files[name]["sha256"]:
+    if found != sha256:
         raise ValueError(
-            f"{folder / name} has sha256 {found}, expected {files[name]['sha256']} by its "
-            "manifest; remove the folder and repeat the run"
+            f"{folder / name} has sha256 {found}, expected {sha256} by its manifest; remove the "
+            "folder and repeat the run"
         )
     return _read_file(raw, dtype, numpy_type)
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from benchmarks.common import machine
 from benchmarks.common.reruns import check_same
 from benchmarks.data import sets
 from benchmarks.data.language_model import LanguageModel, ModelShape
@@ -41,6 +42,7 @@ __all__ = [
     "file_name",
     "file_names",
     "identity",
+    "summary",
     "write_manifest",
 ]
 
@@ -300,6 +302,27 @@ def identity(
             "torch": str(torch.__version__),
             "numpy": np.__version__,
         },
+    }
+
+
+def summary(
+    wanted: dict[str, Any], state: State, folder: Path, names: Sequence[str]
+) -> dict[str, Any]:
+    """What a manifest says about a run that is complete.
+
+    Args:
+        wanted: its identity.
+        state: its last state.
+        folder: where its files are.
+        names: of its files.
+    """
+    return {
+        **wanted,
+        "machine": machine.describe(),
+        "cpu_seconds": round(state.seconds, 1),
+        "parameters": {n: list(w.shape) for n, w in state.weights.items()},
+        "files": {name: described(folder / name) for name in names},
+        "losses": state.losses,
     }
 
 

@@ -6,7 +6,7 @@ from html import escape
 from typing import Any
 
 from benchmarks.codecs.report import KINDS, OURS, Result, written_ratio
-from benchmarks.common.svg import FAINT, GREY, RIVAL, TEAL, opening
+from benchmarks.common.svg import FAINT, GREY, RIVAL, TEAL, label_places, opening
 
 __all__ = ["PICTURE", "picture", "section"]
 
@@ -165,7 +165,8 @@ def _round_numbers() -> Iterator[float]:
 def _lines(rows: list[dict[str, Any]], n: int, highest: int) -> Iterator[str]:
     """A line for each store with its name at the end, ours above the others."""
     rows = sorted(rows, key=lambda row: row["store"].startswith(OURS))
-    places = _label_places([_y(row["sizes"][-1], highest) for row in rows])
+    wanted = [_y(row["sizes"][-1], highest) for row in rows]
+    places = label_places(wanted, BOTTOM, LINE_HEIGHT)
     for row, place in zip(rows, places, strict=True):
         ours = row["store"].startswith(OURS)
         points = [f"{LEFT} {BOTTOM}"]
@@ -184,13 +185,3 @@ def _lines(rows: list[dict[str, Any]], n: int, highest: int) -> Iterator[str]:
             f'  <text x="{RIGHT + 18}" y="{place + 5:.1f}" fill="{colour}"{weight}>'
             f"{escape(label)}</text>"
         )
-
-
-def _label_places(wanted: list[float]) -> list[float]:
-    """Heights near the wanted ones, at least a line apart, none below the axis."""
-    places = list(wanted)
-    order = sorted(range(len(wanted)), key=lambda k: -wanted[k])
-    below = float(BOTTOM + LINE_HEIGHT)
-    for k in order:
-        places[k] = below = min(wanted[k], below - LINE_HEIGHT)
-    return places

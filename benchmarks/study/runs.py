@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import machine
 from benchmarks.common.reruns import check_same, one_thread
 from benchmarks.data import sets
 from benchmarks.data.language_model import ModelShape
@@ -24,9 +23,9 @@ from benchmarks.data.trainer import (
     State,
     Trainer,
     adamw,
-    described,
     file_name,
     identity,
+    summary,
     write_manifest,
 )
 from benchmarks.data.vocabulary import Vocabulary
@@ -220,15 +219,7 @@ def train_run(
     trainer = Trainer(run, folder, ids, run.optimizers, on_step)
     with one_thread():
         state = _train(trainer, run, checkpoint, wanted)
-    record = {
-        **wanted,
-        "n_tokens": len(ids),
-        "machine": machine.describe(),
-        "cpu_seconds": round(state.seconds, 1),
-        "parameters": {n: list(w.shape) for n, w in state.weights.items()},
-        "files": {name: described(folder / name) for name in run.files()},
-        "losses": state.losses,
-    }
+    record = summary(wanted, state, folder, run.files()) | {"n_tokens": len(ids)}
     write_manifest(folder, record)
     checkpoint.unlink()
     return True

@@ -392,7 +392,7 @@ def test_document_and_picture_have_the_history(
 def test_labels_are_a_line_apart_and_near_their_ends(scripts: dict[str, ModuleType]) -> None:
     report = scripts["snapshots.history_report"]
     ends = [442.0, 441.0, 100.0, 101.0, 300.0]
-    places = report._label_places(ends)
+    places = report.label_places(ends, report.BOTTOM, report.LINE_HEIGHT)
     assert np.diff(sorted(places)).min() >= report.LINE_HEIGHT
     assert max(places) <= report.BOTTOM
     assert np.argsort(places).tolist() == np.argsort(ends).tolist()
