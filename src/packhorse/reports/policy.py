@@ -163,7 +163,8 @@ def recommend(
         disk or measure_disk(new.path), step_seconds or measured_step,
     )  # fmt: skip
     rows = [model.row(every, chain) for every in _intervals(model, series) for chain in CHAINS]
-    chosen, reason = _choose(model, rows, hours_between_failures)
+    latest = newest.step - series.steps[-2].step
+    chosen, reason = _choose(model, rows, latest, hours_between_failures)
     return Policy(
         tuple(rows), chosen, reason,
         tuple(_assumptions(model, rows, note, measured_step, hours_between_failures)),
@@ -221,15 +222,17 @@ def _intervals(model: Model, series: Series) -> list[int]:
     return [first << i for i in range(n)]
 
 
-def _choose(model: Model, rows: Sequence[PolicyRow], hours: float) -> tuple[int, str]:
-    """The number of the recommended row, and why."""
+def _choose(model: Model, rows: Sequence[PolicyRow], latest: int, hours: float) -> tuple[int, str]:
+    """The number of the recommended row, and why. `latest` is the gap between the newest two."""
     plain = {row.every: row.restore_seconds for row in rows if row.chain == 0}
     quick = [row for row in rows if row.restore_seconds <= _SLOWER_RESTORE * plain[row.every]]
     if model.step_seconds is None:
-        row = min((row for row in quick if row.every == rows[0].every), key=_smallest)
+        every = min((row.every for row in rows), key=lambda n: abs(math.log(n / max(latest, 1))))
+        row = min((row for row in quick if row.every == every), key=_smallest)
         return rows.index(row), (
-            f"How long a step takes is not known, so the interval stays at {row.every:,} steps; "
-            f"there, chains of {row.chain} make the smallest store ({_stored(row)}) of those that "
+            f"How long a step takes is not known, so the interval stays near that of the newest "
+            f"checkpoints ({latest:,} steps); there, chains of {row.chain} make the smallest store "
+            f"({_stored(row)}) of those that "
             f"{_restores(row, plain)}; each stalls the job for {_time(model.stall_seconds)}."
         )
     wastes = {id(row): _waste(row, model.step_seconds, hours) for row in rows}
