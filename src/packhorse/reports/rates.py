@@ -45,7 +45,7 @@ class Rates:
         threads: how many threads worked.
         pack_full: packing all tensors on their own.
         pack_delta: packing the tensors that changed as deltas, once their bases are decoded.
-        unpack_full: unpacking all tensors, stored in full.
+        unpack_full: unpacking all tensors, stored in full, into new memory.
         unpack_base: unpacking those that changed.
         unpack_delta: undoing one delta of those that are stored as deltas.
         copy: copying the tensors.
@@ -173,11 +173,17 @@ def _measured(tensors: Sequence[_Tensor], nbytes: int, threads: int) -> Rates:
     ]
     nbytes = max(nbytes, 1)
     return Rates(
-        sum(tensor.data.size for tensor in tensors), threads, pack_full / nbytes,
-        pack_delta / nbytes, _unpacked(pairs, threads) / nbytes, _unpacked(bases, threads) / nbytes,
-        _unpacked(differing, threads) / nbytes, _copied([tensor.data for tensor in tensors]),
-        _total(bases) / (_total(pairs) or 1), _total(differing) / (_total(pairs_of_deltas) or 1),
-    )  # fmt: skip
+        sampled_nbytes=sum(tensor.data.size for tensor in tensors),
+        threads=threads,
+        pack_full=pack_full / nbytes,
+        pack_delta=pack_delta / nbytes,
+        unpack_full=_unpacked(pairs, threads, new=True) / nbytes,
+        unpack_base=_unpacked(bases, threads) / nbytes,
+        unpack_delta=_unpacked(differing, threads) / nbytes,
+        copy=_copied([tensor.data for tensor in tensors]),
+        changed=_total(bases) / (_total(pairs) or 1),
+        differences=_total(differing) / (_total(pairs_of_deltas) or 1),
+    )
 
 
 def _total(pairs: Sequence[tuple[_Tensor, Frame]]) -> float:
@@ -217,11 +223,17 @@ def _packed(
     return [frames[i] for i in range(len(tensors))], seconds
 
 
-def _unpacked(pairs: Sequence[tuple[_Tensor, Frame]], threads: int) -> float:
-    """The seconds of unpacking."""
+def _unpacked(pairs: Sequence[tuple[_Tensor, Frame]], threads: int, *, new: bool = False) -> float:
+    """The seconds of unpacking: into new memory, which a restore has to wait for, or into memory
+    that is used again, as for bases."""
     tensors = [tensor for tensor, _ in pairs]
-    places = [np.empty(tensor.data.size, np.uint8) for tensor in tensors]
-    return _seconds(lambda i, n: tensors[i].unpack(pairs[i][1], places[i], n), tensors, threads)
+    places = [np.empty(0 if new else tensor.data.size, np.uint8) for tensor in tensors]
+
+    def one(i: int, n_threads: int) -> None:
+        place = np.empty(tensors[i].data.size, np.uint8) if new else places[i]
+        tensors[i].unpack(pairs[i][1], place, n_threads)
+
+    return _seconds(one, tensors, threads)
 
 
 def _copied(data: Sequence[ByteArray]) -> float:
