@@ -80,6 +80,25 @@ class ModelFile:
         with blaming(str(self.path)):
             return open_frame(self.source.map(offset, nbytes), packed, entry)
 
+    def outline(self, entry: TensorEntry, runs: Sequence[tuple[int, int]] = ()) -> Frame | None:
+        """As `frame`; but of a file at a URL only the header is read, and the chunks that runs of
+        the tensor's bytes are in, in few requests. The rest of the payload is zeros.
+
+        Args:
+            entry: the tensor.
+            runs: the start and the stop of each run.
+        """
+        packed = self._packed
+        if packed is None:
+            return None
+        (data,) = sketch_frames(self.source, packed, [entry])
+        with blaming(str(self.path)):
+            frame = open_frame(data, packed, entry)
+        offset = packed.frame_offset(entry.name)
+        places = [frame.payload_range(*run) for run in runs]
+        self.source.fill([(data[low:high], offset + low) for low, high in places if low < high])
+        return frame
+
     def read(self, entry: TensorEntry, threads: int) -> ByteArray:
         """The bytes of a tensor. Decoded bytes are checked against the frame's content hash.
 

@@ -1,9 +1,9 @@
 """What a report reads: models, checkpoints of a series, snapshots of a store.
 
 A `Source` is only a name and a place; it can be sent to another process. `opened` opens it, and
-then gives the bytes of one tensor at a time, or of some runs of a tensor. Of a plain file the runs
-are mapped, so that only they are read from the disk; of a packed file only the chunks that they
-touch are decoded; a tensor of a snapshot is decoded whole, along its chain of deltas.
+then gives the bytes of one tensor at a time, or of some runs of a tensor. Of a plain file only the
+runs are read, from the disk or a URL; of a packed file only the chunks that they touch; a tensor of
+a snapshot is decoded whole, along its chain of deltas.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Opened:
         return self._tensors[name].runs(runs, threads)
 
     def frame(self, name: str) -> Frame | None:
-        """The frame of a tensor of a packed file; None for others."""
+        """The frame of a tensor of a packed file, to look at its header; None for others."""
         return self._tensors[name].frame()
 
     def content_hash(self, name: str) -> bytes | None:
@@ -249,10 +249,11 @@ class _FileTensor:
         self.entry = entry
         self._file = file
         self._header = file.original.entries[number]
+        self._first = file.original.data_offset + self._header.start  # if the file is plain
 
     def frame(self) -> Frame | None:
         """Its frame, if the file is packed."""
-        return self._file.frame(self._header)
+        return self._file.outline(self._header)
 
     def content_hash(self) -> bytes | None:
         """The hash in its frame, if the file is packed."""
@@ -266,13 +267,12 @@ class _FileTensor:
 
     def runs(self, runs: Runs, threads: int) -> list[ByteArray]:
         """Some bytes."""
-        frame = self.frame()
+        frame = self._file.outline(self._header, runs)
         if frame is None:
-            data = self._file.original.data_offset + self._header.start
-            return [
-                np.frombuffer(self._file.source.map(data + start, stop - start), np.uint8)
-                for start, stop in runs
-            ]
+            source, first = self._file.source, self._first
+            parts = [(source.sketch(first + a, b - a), first + a) for a, b in runs]
+            source.fill(parts)
+            return [data for data, _ in parts]
         self._refuse_base(frame)
         found = [np.empty(stop - start, np.uint8) for start, stop in runs]
         with blaming(f"{self._file.path}: tensor {self.entry.name!r}"):
@@ -282,8 +282,12 @@ class _FileTensor:
 
     def blocks(self, threads: int) -> Iterator[ByteArray]:
         """All bytes, a few at a time."""
-        for run in _block_runs(self.entry.nbytes):
-            yield from self.runs([run], threads)
+        for start, stop in _block_runs(self.entry.nbytes):
+            if self._file.is_packed:
+                yield from self.runs([(start, stop)], threads)
+            else:  # which reads ahead
+                block = self._file.source.map(self._first + start, stop - start)
+                yield np.frombuffer(block, np.uint8)
 
     def _refuse_base(self, frame: Frame | None) -> None:
         if frame is not None and frame.base_hash is not None:
@@ -297,6 +301,10 @@ def _open_files(source: Source, stack: ExitStack) -> tuple[Opened, list[ModelFil
     place = open_place(source.path, source.storage_options)
     if not place.exists():
         raise FileNotFoundError(f"{source.path}: no such file or folder; check the path")
+    if _is_store(place):
+        raise ValueError(
+            f"{source.path}: a snapshot store makes a report of its own; name it alone"
+        )
     paths = model_files(source.path, storage_options=source.storage_options)
     files = [ModelFile(stack.enter_context(open_source(path))) for path in paths]
     tensors: dict[str, _Tensor] = {}
