@@ -117,15 +117,22 @@ def _of_series(found: Sequence[Source], options: Options, watch: Watch) -> Findi
             found, sample_nbytes=options.sample_nbytes, full=options.full, threads=threads,
             progress=progress,
         )  # fmt: skip
-    findings = _findings("series", _title(found, "series"), [newest], options, [*more, *problems])
     names = [step.name for step in series.steps]
     good = [source for source in found if source.name in names]
+    policy = None
+    try:
+        policy = recommend(series, good, threads=threads, step_seconds=options.seconds_per_step)
+    except READ_ERRORS as error:
+        more.append(Problem(good[-1].name, None, f"there is no policy: {error}"))
+    findings = _findings("series", _title(found, "series"), [newest], options, [*more, *problems])
+    (last,) = (source for source in found if source.name == newest.row.name)
+    before = good[-2] if len(good) > 1 and good[-1] == last else None
     return replace(
         findings,
         sources=tuple(rows),
         series=series,
-        policy=recommend(series, good, threads=threads, step_seconds=options.seconds_per_step),
-        engines=_engines(good[-1], good[-2] if len(good) > 1 else None, options, watch),
+        policy=policy,
+        engines=_engines(last, before, options, watch),
     )
 
 
@@ -159,10 +166,13 @@ def _engines(
     if not options.engines:
         return ()
     threads = resolve_threads(options.threads)
-    with ExitStack() as stack:
-        new = stack.enter_context(opened(source, threads))
-        old = stack.enter_context(opened(base, threads)) if base else None
-        samples = take_engine_samples(new, old, threads=threads)
+    try:
+        with ExitStack() as stack:
+            new = stack.enter_context(opened(source, threads))
+            old = stack.enter_context(opened(base, threads)) if base else None
+            samples = take_engine_samples(new, old, threads=threads)
+    except READ_ERRORS:
+        return ()  # it was read before, so it has gone or changed since; the section is left out
     tables = []
     with watch("measure other packers", sum(sample.data.size for sample in samples)) as progress:
         for sample in samples:

@@ -39,7 +39,8 @@ class Estimate:
 
     Attributes:
         nbytes: the expected value.
-        error: two standard errors of sampling; 0 if everything was measured.
+        error: how far off it may be: two standard errors of sampling, and what it may change that
+            the runs of a sample are packed together; 0 if everything was measured.
     """
 
     nbytes: int
@@ -47,9 +48,8 @@ class Estimate:
 
 
 def total(estimates: list[Estimate]) -> Estimate:
-    """The sum. The errors of different tensors are independent, so their squares add up."""
-    error = sum(each.error**2 for each in estimates) ** 0.5
-    return Estimate(sum(each.nbytes for each in estimates), round(error))
+    """The sum. Errors add up as if they had one cause, which those of alike tensors may have."""
+    return Estimate(sum(each.nbytes for each in estimates), sum(each.error for each in estimates))
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ def _asides(findings: Findings) -> list[Note]:
             Note(
                 (
                     f"Estimated from a sample: {words.size(seen)} of {words.size(there)} were "
-                    "looked at. What stands behind ± is two standard errors of sampling.",
+                    "looked at. What stands behind ± says how far off a figure may be.",
                 )
             )
         )

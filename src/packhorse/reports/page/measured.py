@@ -48,9 +48,10 @@ def _sentences(findings: Findings) -> tuple[str, ...]:
         if findings.settings.full
         else "Sizes are estimates from a sample of "
         f"{words.size(findings.settings.sample_nbytes)} of each source at most, spread over each "
-        "tensor in runs. What stands behind ± is two standard errors of sampling: if the sample "
-        "were drawn again, 19 of 20 results would lie within it. The errors of different tensors "
-        "are independent, so a sum is more certain than its parts."
+        "tensor in runs. What stands behind ± says how far off a figure may be: two standard "
+        "errors of sampling (if the sample were drawn again, 19 of 20 results would lie within "
+        "them), and up to 0.2 % because the runs of a sample are packed together. The errors of "
+        "tensors are added up."
     )
     return (
         how,
