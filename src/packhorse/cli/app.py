@@ -20,7 +20,7 @@ import typer
 
 import packhorse
 from packhorse.arguments import resolve_threads
-from packhorse.cli import actions, render
+from packhorse.cli import actions, cluster, render
 from packhorse.cli.failures import (
     ExitCode,
     Stopped,
@@ -34,6 +34,8 @@ from packhorse.cli.jobs import Job, check_source, pack_jobs, unpack_jobs
 from packhorse.cli.measure import Settings
 from packhorse.cli.options import (
     Base,
+    Check,
+    CheckName,
     Force,
     FormatName,
     Json,
@@ -41,6 +43,8 @@ from packhorse.cli.options import (
     LevelName,
     MaxNbytes,
     Output,
+    PartNbytes,
+    Scheduler,
     Threads,
 )
 from packhorse.cli.report import add_report
@@ -51,6 +55,8 @@ from packhorse.cli.signals import ENDING, stop_start
 from packhorse.cli.snapshots import snapshot_app
 from packhorse.cli.standard_streams import OutputClosed, safe_streams
 from packhorse.cli.tune import TuneJob, check_gpu, measure, predict, tune_jobs
+from packhorse.disk.cluster.steps import PART_NBYTES
+from packhorse.disk.cluster.steps import Settings as ManySettings
 from packhorse.layout import FRAME_VERSION
 from packhorse.storage.locations import Place, open_place
 
@@ -217,6 +223,9 @@ def pack(
         bool, typer.Option("--dry-run", "-n", help="Show what would be done; write nothing.")
     ] = False,
     force: Force = False,
+    scheduler: Scheduler = None,
+    check: Check = None,
+    part_nbytes: PartNbytes = None,
     json: Json = False,
 ) -> None:
     """Pack model files, or model folders with their shards.
@@ -229,6 +238,9 @@ def pack(
     With --base, the tensors of a fine-tune are packed as differences from the model that it was
     tuned from, if these are shorter. Unpacking then needs that model.
 
+    With --scheduler, files and shards are shared out on a cluster. What is packed already is
+    skipped, so the same command goes on after an interruption.
+
     Examples:
 
     - `packhorse pack model.safetensors`
@@ -236,6 +248,7 @@ def pack(
     - `packhorse pack path/to/model-folder --dry-run`
     - `packhorse pack tuned.safetensors --base original.safetensors`
     - `packhorse pack s3://bucket/llama -o s3://bucket/llama.ph`
+    - `packhorse pack s3://bucket/hub -o s3://bucket/hub.ph --scheduler tcp://10.0.0.1:8786`
     """
 
     def work(job: Job) -> list[FileRow]:
@@ -256,9 +269,16 @@ def pack(
             render.growth_warning(row, row.estimated_nbytes)
         return rows
 
-    jobs = pack_jobs(src, output, force=force or dry_run)
+    _refuse_alone(scheduler, check, part_nbytes)
+    jobs = pack_jobs(src, output, force=force or dry_run or scheduler is not None)
     old = _base_of(base)
-    if dry_run:
+    if scheduler is not None:
+        settings = ManySettings(
+            "pack", level.value, force, threads, old, check is CheckName.WHOLE,
+            part_nbytes or PART_NBYTES, is_dry=dry_run,
+        )  # fmt: skip
+        cluster.on_cluster(scheduler, jobs, settings, json=json)
+    elif dry_run:
         each(jobs, plan, render.plan_table, json)
     else:
         each(jobs, work, render.packed_line, json)
@@ -272,6 +292,8 @@ def unpack(
     threads: Threads = None,
     force: Force = False,
     max_nbytes: MaxNbytes = None,
+    scheduler: Scheduler = None,
+    check: Check = None,
     json: Json = False,
 ) -> None:
     """Restore the original files or folders, byte for byte.
@@ -297,8 +319,17 @@ def unpack(
             )
         ]
 
+    _refuse_alone(scheduler, check)
     old = _base_of(base)
-    each(unpack_jobs(src, output, force=force), work, render.unpacked_line, json)
+    jobs = unpack_jobs(src, output, force=force or scheduler is not None)
+    if scheduler is not None:
+        settings = ManySettings(
+            "unpack", force=force, threads=threads, base=old, whole=check is CheckName.WHOLE,
+            max_nbytes=max_nbytes,
+        )  # fmt: skip
+        cluster.on_cluster(scheduler, jobs, settings, json=json)
+    else:
+        each(jobs, work, render.unpacked_line, json)
 
 
 @_app.command(no_args_is_help=True)
@@ -325,6 +356,7 @@ def verify(
     base: Base = None,
     threads: Threads = None,
     max_nbytes: MaxNbytes = None,
+    scheduler: Scheduler = None,
     json: Json = False,
 ) -> None:
     """Check every checksum of packed files or folders, and list all problems (exit code 1).
@@ -348,8 +380,14 @@ def verify(
         ]
 
     old = _base_of(base)
-    rows = each(map(Source.of, src), work, render.verify_lines, json)
-    if not all(row.ok for row in rows):
+    if scheduler is not None:
+        settings = ManySettings("verify", threads=threads, base=old, max_nbytes=max_nbytes)
+        jobs = cluster.verify_jobs([check_source(path) for path in src])
+        is_good = cluster.on_cluster(scheduler, jobs, settings, json=json)
+    else:
+        rows = each(map(Source.of, src), work, render.verify_lines, json)
+        is_good = all(row.ok for row in rows)
+    if not is_good:
         raise typer.Exit(ExitCode.BAD_DATA)
 
 
@@ -452,6 +490,15 @@ def tune(
 
 
 add_report(_app)
+
+
+def _refuse_alone(
+    scheduler: str | None, check: CheckName | None, part_nbytes: int | None = None
+) -> None:
+    """Refuse options that mean something on a cluster only."""
+    for option, value in (("--check", check), ("--part-nbytes", part_nbytes)):
+        if value is not None and scheduler is None:
+            raise UsageError(f"{option} is for work on a cluster, so it needs --scheduler")
 
 
 def _base_of(base: str | None) -> Place | None:

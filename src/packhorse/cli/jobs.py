@@ -16,13 +16,10 @@ from pathlib import Path
 
 from packhorse import disk
 from packhorse.cli.failures import UsageError
-from packhorse.disk.folder_index import packed_name, plain_name
-from packhorse.layout import FILE_SUFFIX
+from packhorse.disk.folder_index import packed_place_name, plain_place_name
 from packhorse.storage.locations import Place, check_output, open_place
 
 __all__ = ["Job", "check_source", "pack_jobs", "packed_files", "unpack_jobs"]
-
-_FOLDER_SUFFIX = ".ph"
 
 
 @dataclass(frozen=True)
@@ -55,12 +52,12 @@ def pack_jobs(sources: Iterable[str], output: str | None, *, force: bool) -> lis
         OSError: a source is missing, or an output exists and `force` is False.
         ValueError: an output is an input or the output of another source, or its name is unclear.
     """
-    return _jobs(sources, output, _packed_name, force)
+    return _jobs(sources, output, packed_place_name, force)
 
 
 def unpack_jobs(sources: Iterable[str], output: str | None, *, force: bool) -> list[Job]:
     """The jobs that unpack sources; arguments and errors as for `pack_jobs`."""
-    return _jobs(sources, output, _unpacked_name, force)
+    return _jobs(sources, output, plain_place_name, force)
 
 
 def check_source(path: str | os.PathLike[str]) -> Place:
@@ -128,17 +125,6 @@ def _job(
         return Job(src, named.with_name(rename(named, is_folder)), is_folder)
     is_into = is_into and not (is_alone and is_folder)
     return Job(src, output / rename(named, is_folder) if is_into else output, is_folder)
-
-
-def _packed_name(src: Place, is_folder: bool) -> str:
-    return src.name + _FOLDER_SUFFIX if is_folder else packed_name(src.name)
-
-
-def _unpacked_name(src: Place, is_folder: bool) -> str:
-    suffix = _FOLDER_SUFFIX if is_folder else FILE_SUFFIX
-    if not src.name.endswith(suffix) or src.name == suffix:
-        raise UsageError(f"{src}: does not end in {suffix}; name the output with -o")
-    return src.name.removesuffix(suffix) if is_folder else plain_name(src.name)
 
 
 def _refuse_shared_outputs(jobs: list[Job]) -> None:

@@ -7,6 +7,8 @@ import typer
 
 __all__ = [
     "Base",
+    "Check",
+    "CheckName",
     "Force",
     "FormatName",
     "Json",
@@ -14,6 +16,8 @@ __all__ = [
     "LevelName",
     "MaxNbytes",
     "Output",
+    "PartNbytes",
+    "Scheduler",
     "Threads",
 ]
 
@@ -24,6 +28,13 @@ class LevelName(StrEnum):
     FAST = "fast"
     DEFAULT = "default"
     MAX = "max"
+
+
+class CheckName(StrEnum):
+    """How an existing output is compared with its source."""
+
+    QUICK = "quick"
+    WHOLE = "whole"
 
 
 class FormatName(StrEnum):
@@ -69,6 +80,32 @@ MaxNbytes = Annotated[
         "--max-nbytes",
         min=0,
         help="Refuse a source whose tensors take more bytes than this.",
+        show_default=False,
+    ),
+]
+Scheduler = Annotated[
+    str | None,
+    typer.Option(
+        "--scheduler",
+        metavar="ADDRESS",
+        help="Share the work on a Dask cluster: the scheduler's address; local starts one here.",
+        show_default=False,
+    ),
+]
+Check = Annotated[
+    CheckName | None,
+    typer.Option(
+        "--check",
+        help="With --scheduler: how to compare outputs that exist, quick by default.",
+        show_default=False,
+    ),
+]
+PartNbytes = Annotated[
+    int | None,
+    typer.Option(
+        "--part-nbytes",
+        min=1,
+        help="With --scheduler: pack larger files by several tasks; 2 GiB by default.",
         show_default=False,
     ),
 ]

@@ -7,6 +7,7 @@ never read as markup, and control characters in them are escaped.
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -34,6 +35,7 @@ from packhorse.cli.rows import (
     InspectedFile,
     PlaneRow,
     PlannedFile,
+    SharedFile,
     TensorRow,
     TunedMatrix,
     VerifiedFile,
@@ -56,6 +58,7 @@ __all__ = [
     "printable",
     "progress",
     "safe_text",
+    "shared_table",
     "size",
     "tune_table",
     "unpacked_line",
@@ -214,6 +217,34 @@ def verify_lines(verified: VerifiedFile) -> None:
         line(f"{verified.path}: ok, {files}{size(verified.packed_nbytes)} at {speed:.2f} GB/s")
     for problem in verified.problems:
         line(f"bad: {problem.message}")
+
+
+def shared_table(files: list[SharedFile]) -> None:
+    """Draw a row for each file that was handled on a cluster, and a line for each problem."""
+    counts = Counter(row.status for row in files)
+    grid = Grid(
+        ", ".join(f"{n} {status}" for status, n in counts.items()) or "no files",
+        ("~file", "status", ">size", ">packed", ">ratio", ">tasks", ">seconds"),
+        drops=(">tasks", ">seconds", ">size"),
+        last_drops=(">packed", ">ratio"),
+    )
+    for row in files:
+        sizes = (size(row.nbytes), size(row.packed_nbytes), f"{row.ratio:.3f}")
+        shown = sizes if row.packed_nbytes else (size(row.nbytes) if row.nbytes else "", "", "")
+        times = (str(row.n_tasks), f"{row.seconds:.2f}")
+        grid.row(safe_text(row.src), row.status, *shown, *times)
+    grid.section()
+    known = [row for row in files if row.packed_nbytes]
+    before, after = sum(row.nbytes for row in known), sum(row.packed_nbytes for row in known)
+    grid.row(
+        "1 file" if len(files) == 1 else f"{len(files)} files",
+        "", size(before), size(after), f"{ratio(before, after):.3f}",
+        str(sum(row.n_tasks for row in files)), f"{sum(row.seconds for row in files):.2f}",
+    )  # fmt: skip
+    draw(grid)
+    for row in files:
+        for problem in row.problems:
+            line(f"bad: {problem.message}")
 
 
 def bench_table(benched: BenchedFile) -> None:

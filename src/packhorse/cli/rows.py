@@ -16,6 +16,7 @@ __all__ = [
     "PlaneRow",
     "PlannedFile",
     "ProblemRow",
+    "SharedFile",
     "TensorRow",
     "TunedBucket",
     "TunedMatrix",
@@ -158,6 +159,25 @@ class VerifiedFile:
     n_files: int
     packed_nbytes: int
     seconds: float
+    problems: list[ProblemRow]
+
+
+@dataclass(frozen=True)
+class SharedFile:
+    """A file that was handled on a cluster. `status` is that of `packhorse.disk.FileReport`; sizes
+    are 0 if they are not known, `worker` is the address of the one that wrote the file."""
+
+    src: str
+    dst: str | None
+    status: str
+    n_tensors: int
+    n_delta: int
+    n_tasks: int
+    nbytes: int
+    packed_nbytes: int
+    ratio: float
+    seconds: float
+    worker: str | None
     problems: list[ProblemRow]
 
 

@@ -17,7 +17,7 @@ from packhorse.cli.failures import ExitCode, describe, exit_code
 from packhorse.cli.rows import ErrorRow
 from packhorse.storage.locations import Place
 
-__all__ = ["Outcome", "Source", "each", "wants_json"]
+__all__ = ["Outcome", "Source", "each", "together", "wants_json"]
 
 
 @dataclass
@@ -104,6 +104,30 @@ def each(
         if not json:
             for row in done:
                 show(row)
+    if outcome.errors:
+        raise typer.Exit(outcome.errors[0].exit_code)
+    return rows
+
+
+def together(
+    work: Callable[[Outcome], list[_Row]], show: Callable[[list[_Row]], None], json: bool
+) -> list[_Row]:
+    """Do work that handles all sources at once, and show its results.
+
+    Args:
+        work: returns the results in order. It adds each to the outcome as soon as it is there, and
+            so does it with errors.
+        show: draws all results.
+        json: whether the results become a JSON document.
+
+    Raises:
+        typer.Exit: there was an error; the code is that of the first.
+    """
+    outcome = _CURRENT.get()
+    rows = work(outcome)
+    outcome.rows[:] = rows
+    if not json:
+        show(rows)
     if outcome.errors:
         raise typer.Exit(outcome.errors[0].exit_code)
     return rows

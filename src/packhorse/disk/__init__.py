@@ -1,15 +1,16 @@
 """The hop to and from disk: packed files, reading them lazily, model folders, and snapshots.
 
 `safetensors_header`, `packed_header` and `folder_index` turn text into text. `container`, `verify`
-and `folder` pack, unpack, plan and verify, with `base_files` if there is a base. `packed_file`
-reads tensors and slices. `snapshots` stores training states. `shelf` is a store of tensors that
-are changed in place. `dcp` is a storage for
+and `folder` pack, unpack, plan and verify, with `base_files` if there is a base, and `cluster` does
+so for many files. `packed_file` reads tensors and slices. `snapshots` stores training states.
+`shelf` is a store of tensors that are changed in place. `dcp` is a storage for
 `torch.distributed.checkpoint`; it and `ShelfDataset` are the only parts that need PyTorch, and are
 imported at first use.
 """
 
 from typing import TYPE_CHECKING, Any
 
+from packhorse.disk.cluster import FileReport, ManyResult, pack_many, unpack_many, verify_many
 from packhorse.disk.container import (
     logical_nbytes,
     pack_file,
@@ -59,9 +60,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Change",
+    "FileReport",
     "FileResult",
     "FolderResult",
     "Lineage",
+    "ManyResult",
     "PackedFile",
     "PackedSlice",
     "PackhorseReader",
@@ -92,13 +95,16 @@ __all__ = [
     "model_files",
     "pack_file",
     "pack_folder",
+    "pack_many",
     "packed_files",
     "plan_file",
     "plan_folder",
     "unpack_file",
     "unpack_folder",
+    "unpack_many",
     "verify_file",
     "verify_folder",
+    "verify_many",
 ]
 
 

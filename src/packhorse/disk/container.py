@@ -42,14 +42,14 @@ from packhorse.disk.packed_header import (
     parse_packed_header,
 )
 from packhorse.disk.results import FileResult, Progress, TensorPlan, TensorResult
-from packhorse.errors import blaming
+from packhorse.errors import CorruptionError, blaming
 from packhorse.frame import Frame, compress_buffer, max_frame_nbytes, plan_buffer
 from packhorse.framework import Framework
 from packhorse.layout import Level
 from packhorse.storage.locations import Place, open_place, writing
 from packhorse.storage.safetensors_header import FileHeader, TensorEntry, build_header
 from packhorse.storage.source import header_at, open_source
-from packhorse.storage.source_file import Source
+from packhorse.storage.source_file import Source, stamp_of
 from packhorse.storage.strict_json import shortened, shown
 from packhorse.threads import batches, map_tensors
 
@@ -58,10 +58,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PICKLE_SUFFIXES",
+    "Packed",
     "check_tensors",
+    "join_parts",
     "lay_out",
     "logical_nbytes",
     "pack_file",
+    "pack_range",
     "pack_tensors",
     "pickle_advice",
     "plan_file",
@@ -71,6 +74,23 @@ __all__ = [
 
 # Suffixes of pickle files; Packhorse never opens such files.
 PICKLE_SUFFIXES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
+
+
+# Bytes of a part that are copied at a time.
+_COPY_NBYTES = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """What a part of a packed file holds.
+
+    Attributes:
+        tensors: the tensors.
+        base_name: the name of the base, if there is one.
+    """
+
+    tensors: tuple[TensorResult, ...]
+    base_name: str | None
 
 
 class _Sink(Protocol):
@@ -166,7 +186,7 @@ def pack_file(
     _refuse_pickle(path)
     with open_source(path) as source:
         header = _plain_header(source)
-        buffers = _map_tensors(source, header)
+        buffers = _map_tensors(source, header, header.entries)
         return write_packed(
             dst, header, buffers, level=level, threads=threads, progress=progress, force=force,
             source=source, base=base, storage_options=storage_options,
@@ -220,6 +240,100 @@ def write_packed(
             packed_nbytes = output.nbytes
             _check_unchanged(source, bases)
     return FileResult(origin or path, path, header.file_nbytes, packed_nbytes, tensors)
+
+
+def pack_range(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    run: range,
+    *,
+    output: Place,
+    level: Level | str = "default",
+    threads: int | None = None,
+    progress: Progress | None = None,
+    base: BaseLike | None = None,
+) -> Packed:
+    """Pack some tensors of a file to a part, which `join_parts` needs.
+
+    Args:
+        src: a plain safetensors file, at a path or a URL.
+        dst: the part to write: the frames of the tensors, end to end. One that exists is replaced.
+        run: the indices of the tensors, in the order of the data.
+        output: the packed file that the parts will become.
+        level: "fast", "default" or "max".
+        threads: the number of threads; None for one per core, at most 8.
+        progress: called with the number of tensor bytes packed since the last call.
+        base: as for `pack_file`.
+
+    Returns:
+        The tensors of the part, and the name of the base.
+
+    Raises:
+        ValueError, BaseMismatchError, CorruptionError, CompatibilityError, OSError: as for
+            `pack_file`.
+    """
+    path = open_place(src)
+    coder = _Coder(resolve_level(level), resolve_threads(threads), progress or _ignore)
+    with open_source(path) as source, open_bases(place_base(base, None)) as bases:
+        header = _plain_header(source)
+        if bases is not None:
+            bases.refuse_output(output)
+            coder = coder.against(bases, header, path, output)
+        entries = header.entries[run.start : run.stop]
+        with writing(open_place(dst), force=True) as sink:
+            tensors = _write_frames(sink, entries, _map_tensors(source, header, entries), coder)
+            _check_unchanged(source, bases)
+    return Packed(tensors, coder.base_name)
+
+
+def join_parts(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    parts: Sequence[tuple[Place, Packed]],
+    *,
+    force: bool = False,
+) -> FileResult:
+    """Write a packed file from parts: the same bytes as `pack_file` writes.
+
+    Args:
+        src: the plain file that the parts come from; its header is read.
+        dst: the packed file to write.
+        parts: the parts with what `pack_range` returned for them; together they have all tensors,
+            in the order of the data.
+        force: whether an existing file at `dst` may be replaced.
+
+    Returns:
+        Sizes, for the file and for each tensor.
+
+    Raises:
+        CorruptionError: a part is cut short, or belongs to another file.
+        OSError: a file cannot be read or written.
+    """
+    path, target = open_place(src), open_place(dst)
+    header = header_at(path)
+    tensors = tuple(tensor for _, packed in parts for tensor in packed.tensors)
+    names = [entry.name for entry in header.entries]
+    if names != [tensor.name for tensor in tensors]:
+        raise CorruptionError(f"{path}: its parts have other tensors; pack the file again")
+    base_name = next((packed.base_name for _, packed in parts), None)
+    prefix = PrefixWriter(header, base_name)
+    with writing(target, source=path, force=force) as output:
+        output.write(_rendered(prefix, tensors, base_name))
+        for place, packed in parts:
+            _append(output, place, sum(tensor.packed_nbytes for tensor in packed.tensors))
+        packed_nbytes = output.nbytes
+    return FileResult(path, target, header.file_nbytes, packed_nbytes, tensors)
+
+
+def _append(output: _Sink, part: Place, nbytes: int) -> None:
+    """Copy a part to the end of a file."""
+    found = stamp_of(part).nbytes
+    if found != nbytes:
+        raise CorruptionError(f"{part}: a part of {nbytes} bytes, but it has {found}; pack again")
+    with open_source(part) as source:
+        for start in range(0, nbytes, _COPY_NBYTES):
+            output.write(source.map(start, min(_COPY_NBYTES, nbytes - start)))
+        source.check()
 
 
 def check_tensors(tensors: Mapping[str, Any], framework: Framework) -> None:
@@ -309,22 +423,35 @@ def _write_stream(
 ) -> tuple[TensorResult, ...]:
     prefix = PrefixWriter(header, coder.base_name)
     sink.write(bytes(prefix.nbytes))
-    rooms = [max_frame_nbytes(entry.dtype, entry.shape) for entry in header.entries]
-    runs = list(batches([entry.nbytes for entry in header.entries]))
+    tensors = _write_frames(sink, header.entries, buffers, coder)
+    sink.patch(0, _rendered(prefix, tensors, coder.base_name))
+    return tensors
+
+
+def _rendered(
+    prefix: PrefixWriter, tensors: Sequence[TensorResult], base_name: str | None
+) -> bytes:
+    is_based = any(tensor.base_hash for tensor in tensors)
+    sizes = [tensor.packed_nbytes for tensor in tensors]
+    return prefix.render(sizes, base_name if is_based else None)
+
+
+def _write_frames(
+    sink: _Sink, all_entries: Sequence[TensorEntry], buffers: Iterable[Buffer], coder: _Coder
+) -> tuple[TensorResult, ...]:
+    rooms = [max_frame_nbytes(entry.dtype, entry.shape) for entry in all_entries]
+    runs = list(batches([entry.nbytes for entry in all_entries]))
     # Room for the worst case; it costs nothing, because only pages that frames reach are touched.
     out = np.empty(max((sum(rooms[run.start : run.stop]) for run in runs), default=0), np.uint8)
     source = iter(buffers)
     tensors = []
     for run in runs:
-        entries = header.entries[run.start : run.stop]
+        entries = all_entries[run.start : run.stop]
         frames = _pack_batch(entries, rooms[run.start : run.stop], source, out, coder)
         for entry, frame in zip(entries, frames, strict=True):
             sink.write(frame.buffer())
             tensors.append(tensor_result(entry, frame.nbytes, frame.base_hash))
             coder.progress(entry.nbytes)
-    is_based = any(tensor.base_hash for tensor in tensors)
-    sizes = [tensor.packed_nbytes for tensor in tensors]
-    sink.patch(0, prefix.render(sizes, coder.base_name if is_based else None))
     return tuple(tensors)
 
 
@@ -384,7 +511,8 @@ def plan_file(
     with open_source(path) as source, open_bases(place_base(base, storage_options)) as bases:
         header = _plain_header(source)
         coder = coder if bases is None else coder.against(bases, header, path)
-        pairs = zip(header.entries, _map_tensors(source, header), strict=True)
+        buffers = _map_tensors(source, header, header.entries)
+        pairs = zip(header.entries, buffers, strict=True)
         plans = [_plan(entry, buffer, coder) for entry, buffer in pairs]
         _check_unchanged(source, bases)
         return plans
@@ -405,8 +533,10 @@ def _plan(entry: TensorEntry, buffer: memoryview, coder: _Coder) -> TensorPlan:
     return TensorPlan(entry.name, entry.dtype, entry.shape, entry.nbytes, plan)
 
 
-def _map_tensors(source: Source, header: FileHeader) -> Iterator[memoryview]:
-    for entry in header.entries:
+def _map_tensors(
+    source: Source, header: FileHeader, entries: Sequence[TensorEntry]
+) -> Iterator[memoryview]:
+    for entry in entries:
         yield source.map(header.data_offset + entry.start, entry.nbytes)
 
 

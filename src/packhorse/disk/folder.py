@@ -49,6 +49,8 @@ __all__ = [
     "pack_folder",
     "packed_files",
     "plan_folder",
+    "refuse_base",
+    "require_parts",
     "unpack_folder",
     "verify_folder",
 ]
@@ -105,9 +107,9 @@ def pack_folder(
     row = resolve_level(level)
     resolve_threads(threads)
     items = items_to_pack(source)
-    _refuse_base(destination, base)
+    refuse_base(destination, base)
     with open_parts(base) as part:
-        _require_parts(items, part, source, base)
+        require_parts(items, part, source, base)
 
         def pack(item: Item, output: Place) -> FileResult:
             against = part(item.relative.parent)
@@ -169,7 +171,7 @@ def unpack_folder(
     resolve_threads(threads)
     items = items_to_unpack(source)
     _check_limit(items, max_nbytes, source)
-    _refuse_base(destination, base)
+    refuse_base(destination, base)
     with open_parts(base) as part:
 
         def unpack(item: Item, output: Place) -> FileResult:
@@ -215,7 +217,7 @@ def plan_folder(
     source, base = open_place(src, storage_options), place_base(base, storage_options)
     items = items_to_pack(source)
     with open_parts(base) as part:
-        _require_parts(items, part, source, base)
+        require_parts(items, part, source, base)
         with unchanged(source, items, "there is no result"):
             return [
                 (
@@ -333,13 +335,23 @@ def _check_limit(items: list[Item], max_nbytes: int | None, source: Place) -> No
         )
 
 
-def _require_parts(
+def require_parts(
     items: list[Item],
     part: Callable[[PurePath], Bases | None],
     source: Place,
     base: BaseLike | None,
 ) -> None:
-    """Refuse a base that has no file for any of the model files, or that is the folder itself."""
+    """Refuse a base that has no file for any of the model files, or that is the folder itself.
+
+    Args:
+        items: what is in the folder.
+        part: gives the base of the files of a subfolder.
+        source: the folder.
+        base: the base; None if there is none.
+
+    Raises:
+        ValueError: it is such a base.
+    """
     if base is None:
         return
     if isinstance(base, str | os.PathLike) and is_same_file(source, open_place(base)):
@@ -352,8 +364,12 @@ def _require_parts(
         )
 
 
-def _refuse_base(destination: Place, base: BaseLike | None) -> None:
-    """Refuse an output that would replace the base."""
+def refuse_base(destination: Place, base: BaseLike | None) -> None:
+    """Refuse an output that would replace the base.
+
+    Raises:
+        ValueError: the base is in it.
+    """
     if not isinstance(base, str | os.PathLike):
         return
     if is_within(open_place(base), destination):

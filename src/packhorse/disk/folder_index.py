@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 from packhorse.disk.packed_header import min_text_nbytes, read_record, write_record
 from packhorse.errors import CorruptionError
 from packhorse.layout import FILE_METADATA_KEY, FILE_SUFFIX
+from packhorse.storage.locations import Place
 from packhorse.storage.strict_json import json_kind, parse_json, shown
 
 __all__ = [
@@ -28,13 +29,16 @@ __all__ = [
     "is_packed_index",
     "pack_index",
     "packed_name",
+    "packed_place_name",
     "plain_name",
+    "plain_place_name",
     "unpack_index",
     "weight_map",
 ]
 
 PLAIN_SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
+_FOLDER_SUFFIX = ".ph"
 _RECORD_KEY = "index"
 _ABSENT_KEY = "absent"
 _INEXACT_KEY = "inexact"
@@ -52,6 +56,23 @@ def packed_name(name: str) -> str:
 def plain_name(name: str) -> str:
     """The inverse of `packed_name`."""
     return name.removesuffix(FILE_SUFFIX) + PLAIN_SUFFIX
+
+
+def packed_place_name(place: Place, is_folder: bool) -> str:
+    """The name of what a file or a folder is packed to."""
+    return place.name + _FOLDER_SUFFIX if is_folder else packed_name(place.name)
+
+
+def plain_place_name(place: Place, is_folder: bool) -> str:
+    """The inverse of `packed_place_name`.
+
+    Raises:
+        ValueError: it does not have the name of a packed file or folder.
+    """
+    suffix = _FOLDER_SUFFIX if is_folder else FILE_SUFFIX
+    if not place.name.endswith(suffix) or place.name == suffix:
+        raise ValueError(f"{place}: does not end in {suffix}; name the output with -o")
+    return place.name.removesuffix(suffix) if is_folder else plain_name(place.name)
 
 
 def pack_index(

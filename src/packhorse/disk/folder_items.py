@@ -30,6 +30,7 @@ __all__ = [
     "Kind",
     "check_items",
     "files_in",
+    "items_by_name",
     "items_to_pack",
     "items_to_unpack",
     "logical_nbytes_of",
@@ -184,6 +185,42 @@ def items_to_unpack(source: Place) -> list[Item]:
     return items
 
 
+def items_by_name(source: Place, verb: str) -> list[Item]:
+    """What packing or unpacking a folder does, judging by names alone: no file is opened, and
+    `nbytes` are the sizes of files.
+
+    Args:
+        source: the folder.
+        verb: "pack", or any other verb for a packed folder.
+
+    Raises:
+        ValueError: the folder has no model file, or has packed ones that are to be packed.
+        CorruptionError: an interrupted run has left the folder.
+        OSError: the folder cannot be read.
+    """
+    is_packing = verb == "pack"
+    suffix = PLAIN_SUFFIX if is_packing else FILE_SUFFIX
+
+    def make(found: _Found, stamp: AnyStamp) -> Item:
+        kind, output = Kind.OTHER, found.relative
+        if found.name.endswith(INDEX_SUFFIX):
+            kind = Kind.INDEX
+        elif is_packing and found.name.endswith(FILE_SUFFIX):
+            raise ValueError(_packed_already(found.place))
+        elif found.name.endswith(suffix):
+            rename = packed_name if is_packing else plain_name
+            kind, output = Kind.MODEL, found.relative.with_name(rename(found.name))
+        return Item(found.place, found.relative, output, kind, stamp, stamp.nbytes)
+
+    items = _items(source, make)
+    _require(models(items), source, suffix, (item.relative for item in items))
+    return items
+
+
+def _packed_already(path: Place) -> str:
+    return f"{path}: already packed, judging by its name; unpack the folder, or rename the file"
+
+
 def models(items: Sequence[Item]) -> list[Item]:
     """The model files among items."""
     return [item for item in items if item.kind is Kind.MODEL]
@@ -209,9 +246,7 @@ def _items(source: Place, make: Callable[[_Found, AnyStamp], Item]) -> list[Item
 def _item_to_pack(found: _Found, stamp: AnyStamp) -> Item:
     path, relative = found.place, found.relative
     if found.name.endswith(FILE_SUFFIX):
-        raise ValueError(
-            f"{path}: already packed, judging by its name; unpack the folder, or rename the file"
-        )
+        raise ValueError(_packed_already(path))
     if found.name.endswith(INDEX_SUFFIX):
         text = packed_index(path)
         return Item(path, relative, relative, Kind.INDEX, stamp, stamp.nbytes, text)

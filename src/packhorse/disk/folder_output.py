@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 from packhorse.codecs.content import content_hash
 from packhorse.disk.base_files import BaseLike, based_frames
 from packhorse.disk.folder_items import RECORD_NAME, Item, Kind, unchanged
+from packhorse.disk.index_file import read_index
 from packhorse.disk.packed_header import parse_packed_header
 from packhorse.disk.results import FileResult, FolderResult, Progress, TensorResult
 from packhorse.errors import CorruptionError
@@ -35,10 +36,9 @@ from packhorse.storage.source import open_source
 from packhorse.storage.source_file import stamp_of
 from packhorse.storage.strict_json import parse_json
 
-__all__ = ["Task", "build_folder"]
+__all__ = ["Task", "build_folder", "copy_item", "read_record", "refuse_others", "save_record"]
 
 _COPY_NBYTES = 1 << 24
-_MAX_RECORD_NBYTES = 1 << 28
 _NOTHING = "nothing was written"
 _UNFINISHED = "the output is not complete"
 
@@ -144,7 +144,7 @@ def _build_local(
             elif item.kind is Kind.LINK:
                 target.symlink_to(os.fsdecode(item.text))
             else:
-                _copy(item, target, progress)
+                copy_item(item, target, progress, force=False)
     return _sum(task, results)
 
 
@@ -201,42 +201,21 @@ class _Upload:
                 f"{self._destination}: already exists and is not empty; allow replacing it (force, "
                 "--force) or name another"
             )
-        outputs = {item.output.as_posix() for item in self._task.items}
-        for name in there.keys() - outputs:
-            raise FileExistsError(
-                f"{self._destination}: contains {name}, which the new folder would not have; move "
-                "it away or name another output"
-            )
-        self._save()
+        refuse_others(self._task, there)
+        save_record(self._task, self._done)
 
     def _continue(self, there: dict[str, list[int]], force: bool) -> bool:
         """Take over what an earlier run of the same task has done."""
-        opened = self._record.open()
-        record: dict[str, Any] = {}
-        with suppress(CorruptionError):
-            text = bytes(opened.head(min(opened.nbytes, _MAX_RECORD_NBYTES)))
-            record = parse_json(text, label=str(self._record))
-        if record.get("task") != self._task.described() or not isinstance(record.get("done"), dict):
-            if force:
-                return False
-            raise FileExistsError(
-                f"{self._destination}: an interrupted command with other arguments, or for another "
-                "version of the base, has left its files here; repeat that command, or allow "
-                "replacing them (force, --force)"
-            )
+        done = read_record(self._task, force=force)
+        if done is None:
+            return False
         sources = {item.output.as_posix(): _listed(item.stamp) for item in self._task.items}
         self._done = {
             name: stamps
-            for name, stamps in record["done"].items()
+            for name, stamps in done.items()
             if name in there and stamps == [sources.get(name), there[name]]
         }
         return True
-
-    def _save(self) -> None:
-        document = {"task": self._task.described(), "done": self._done}
-        text = json.dumps(document, ensure_ascii=False, indent=1).encode()
-        with self._record.writing(force=True) as output:
-            output.write(text)
 
     def _write(self, item: Item) -> FileResult | None:
         """Write the output of an item, unless it is there; the result, if it is a model file."""
@@ -249,9 +228,9 @@ class _Upload:
         if item.kind is Kind.MODEL:
             result = self._convert(item, target)
         else:
-            _copy(item, target, self._progress)
+            copy_item(item, target, self._progress, force=True)
         self._done[name] = [_listed(item.stamp), list(target.stamp())]
-        self._save()
+        save_record(self._task, self._done)
         return result
 
     def _known(self, item: Item, target: RemotePath) -> FileResult:
@@ -271,15 +250,58 @@ class _Upload:
         return FileResult(item.source, target, original, nbytes, tensors)
 
 
+def refuse_others(task: Task, names: Iterable[str]) -> None:
+    """Refuse a destination that has a file which the task does not write.
+
+    Raises:
+        FileExistsError: it has such a file.
+    """
+    for name in set(names) - {item.output.as_posix() for item in task.items}:
+        raise FileExistsError(
+            f"{task.destination}: contains {name}, which the new folder would not have; move "
+            "it away or name another output"
+        )
+
+
+def read_record(task: Task, *, force: bool) -> dict[str, Any] | None:
+    """What an interrupted run of this task has done, from the record at the destination: by the
+    name of each output, the stamps of its source and its own. None if the record is that of another
+    task and `force` is set.
+
+    Raises:
+        FileExistsError: it is that of another task, and `force` is not set.
+    """
+    place, record = task.destination / RECORD_NAME, {}
+    with suppress(CorruptionError):
+        record = parse_json(read_index(place), label=str(place))
+    done = record.get("done")
+    if record.get("task") == task.described() and isinstance(done, dict):
+        return done
+    if force:
+        return None
+    raise FileExistsError(
+        f"{task.destination}: an interrupted command with other arguments, or for another version "
+        "of the base, has left its files here; repeat that command, or allow replacing them "
+        "(force, --force)"
+    )
+
+
+def save_record(task: Task, done: Mapping[str, Any]) -> None:
+    """Write the record of a task, which marks its destination as unfinished."""
+    text = json.dumps({"task": task.described(), "done": done}, ensure_ascii=False, indent=1)
+    with writing(task.destination / RECORD_NAME, force=True) as output:
+        output.write(text.encode())
+
+
 def _listed(stamp: Any) -> list[int]:
     return list(stamp or ())
 
 
-def _copy(item: Item, target: Place, progress: Progress | None) -> None:
-    """Copy a file, or write an index with its new text."""
+def copy_item(item: Item, target: Place, progress: Progress | None, *, force: bool) -> None:
+    """Copy a file, or write an index with its new text; `force` says whether to replace one."""
     own = item.source if isinstance(item.source, Path) else None
     status = None if own is None else own.stat()
-    with writing(target, source=own, force=not isinstance(target, Path)) as output:
+    with writing(target, source=own, force=force) as output:
         if item.kind is Kind.INDEX:
             output.write(item.text)
         elif own is not None:

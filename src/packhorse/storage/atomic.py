@@ -17,6 +17,7 @@ import errno
 import os
 import shutil
 import stat
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -33,6 +34,7 @@ __all__ = [
     "atomic_folder",
     "check_output_file",
     "is_temporary",
+    "remove_temporaries",
     "sync_folder",
     "temporary_beside",
 ]
@@ -293,7 +295,19 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 def temporary_beside(destination: Path) -> Path:
     """A new hidden name in the folder of `destination`."""
-    return destination.parent / os.urandom(8).hex().join(_TEMPORARY)
+    return destination.parent / f"{_beginning(destination)}{os.urandom(6).hex()}{_TEMPORARY[1]}"
+
+
+def remove_temporaries(destination: Path) -> None:
+    """Remove what killed processes have left of a file; only the one that writes this file may call
+    it."""
+    for path in destination.parent.glob(f"{_beginning(destination)}*{_TEMPORARY[1]}"):
+        path.unlink(missing_ok=True)
+
+
+def _beginning(destination: Path) -> str:
+    """How the temporary names of a file begin."""
+    return f"{_TEMPORARY[0]}{zlib.crc32(os.fsencode(destination.name)):08x}-"
 
 
 def is_temporary(name: str) -> bool:

@@ -139,6 +139,18 @@ class RemotePath:
         """
         return remote_stamp(self._info())
 
+    def modified(self) -> float | None:
+        """When the file was written last, in seconds since 1970; None if the server does not say.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        try:
+            with reaching(self._url):
+                return float(self._client.fs.modified(self._full).timestamp())
+        except (AttributeError, NotImplementedError, TypeError, ValueError):
+            return None
+
     def iterdir(self) -> list[RemotePath]:
         """The files and folders directly in the folder."""
         fs = self._client.fs

@@ -43,16 +43,17 @@ def uploading(
     Raises:
         OSError: the temporary file cannot be written, or the server refuses the object.
     """
-    temporary: Any = import_late("tempfile").NamedTemporaryFile(prefix="packhorse-")
-    with temporary as file:
+    tempfile: Any = import_late("tempfile")
+    with tempfile.TemporaryFile() as file:  # without a name: a killed process leaves nothing
         # Only errors of the system show this name, such as those of a full disk.
-        told = f"{file.name} (a temporary file for {label}; TMPDIR says where such files go)"
+        folder = tempfile.gettempdir()
+        told = f"{folder} (a temporary file for {label}; TMPDIR says where such files go)"
         yield OutputFile(file.fileno(), told)
         if check is not None:
             check()
         make_folder(client, posixpath.dirname(path), label)
         with reaching(label):
-            _put(client.fs, file.name, path)
+            _put(client.fs, f"/proc/self/fd/{file.fileno()}", path)
 
 
 def make_folder(client: Client, folder: str, label: str) -> None:
