@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from base_samples import write_checkpoints
 from cases import each
 from cli_samples import flip_bytes, frame_offsets
 from disk_samples import entry, file_bytes
@@ -208,10 +209,30 @@ def test_moves(form: str, tmp_path: Path) -> None:
         "more.bias": ("new", None),
         "reversed.weight": ("new", None),
     }
-    moved = rows["head.weight"]
-    assert moved.changed == 0
-    assert moved.delta is not None
-    assert moved.delta.nbytes < 200 < moved.full.nbytes
+    assert rows["head.weight"].changed == 0
+    against = {
+        each.name: each.packed_nbytes
+        for each in pack_file(
+            tmp_path / "new", tmp_path / "x", base=tmp_path / "old", force=True
+        ).tensors
+    }
+    assert {n: (row.delta or row.full).nbytes for n, row in rows.items()} == against
+
+
+def test_rows_add_up_to_the_file_that_is_packed_against_the_first_model(tmp_path: Path) -> None:
+    """Training states with optimizers; tensors that were added, dropped, cast and reshaped."""
+    old, new = write_checkpoints(tmp_path)
+    rows = compare(old, new)
+    packed = pack_file(new, tmp_path / "new.ph.safetensors", base=old).tensors
+    found = {
+        n: (row.delta or row.full).nbytes for n, row in rows.items() if row.change != "removed"
+    }
+    assert found == {each.name: each.packed_nbytes for each in packed}
+    assert (rows["ids"].change, rows["ids"].was, rows["ids"].changed) == (
+        "replaced",
+        "I64 [3000]",
+        1,
+    )
 
 
 def test_tensors_of_another_dtype_or_shape_and_those_without_a_partner(tmp_path: Path) -> None:
@@ -225,7 +246,7 @@ def test_tensors_of_another_dtype_or_shape_and_those_without_a_partner(tmp_path:
     assert {name: (row.change, row.was, row.changed) for name, row in rows.items()} == {
         "cast": ("replaced", "F32 [300, 500]", None),
         "same.cast": ("replaced", "F32 [300, 500]", None),
-        "shape": ("replaced", "BF16 [40, 30]", None),
+        "shape": ("replaced", "BF16 [40, 30]", 0),
         "int": ("replaced", "I64 [9]", None),
         "new": ("new", None, None),
         "gone": ("removed", None, None),
@@ -233,7 +254,7 @@ def test_tensors_of_another_dtype_or_shape_and_those_without_a_partner(tmp_path:
     cast = rows["cast"].delta
     assert cast is not None
     assert cast.nbytes < 1000 < rows["cast"].full.nbytes
-    assert all(row.delta is None for name, row in rows.items() if name != "cast")
+    assert [name for name, row in rows.items() if row.delta] == ["cast", "shape"]
     assert rows["gone"].full.nbytes > 1000
 
 

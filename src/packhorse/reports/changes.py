@@ -18,7 +18,6 @@ import numpy as np
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.results import Progress
 from packhorse.frame.base import allowed_casts
-from packhorse.frame.header import frame_header_nbytes
 from packhorse.layout import DTYPE_BY_NAME
 from packhorse.reports.bits import packed_estimate
 from packhorse.reports.movement import unchanged_share
@@ -159,11 +158,11 @@ class _Pair:
 
     def _compare(self, entry: Entry, threads: int) -> ChangeRow:
         old, places = self.base.entry(entry.name), self._places(entry)
-        if old is None or old.shape != entry.shape:
+        if old is None:
             full = self._full(self._sample(self.tuned, entry, places, threads))
-            return _row(entry, "replaced" if old else "new", old, None, full, None)
-        if old.dtype != entry.dtype:
-            return self._measure_cast(entry, old, places, threads)
+            return _row(entry, "new", None, None, full, None)
+        if (old.dtype, old.shape) != (entry.dtype, entry.shape):
+            return self._measure_replaced(entry, old, places, threads)
         row = self._measure(entry, old, places, threads)
         if row.changed == 0 and not places.is_whole:
             if self.are_equal(old.name, entry.name, threads):
@@ -179,16 +178,21 @@ class _Pair:
         delta = packed_estimate(new, _LEVEL, before)[0]
         return _row(entry, "changed" if changed else "equal", None, changed, full, delta)
 
-    def _measure_cast(self, entry: Entry, old: Entry, places: Places, threads: int) -> ChangeRow:
-        """Compares a tensor with one of another dtype, which may be its base if it is F32."""
-        new = self._sample(self.tuned, entry, places, threads)
-        delta = None
-        if DTYPE_BY_NAME[old.dtype] in allowed_casts(DTYPE_BY_NAME[entry.dtype]):
-            growth = old.nbytes // max(entry.nbytes, 1)
+    def _measure_replaced(
+        self, entry: Entry, old: Entry, places: Places, threads: int
+    ) -> ChangeRow:
+        """Compares a tensor with one of another dtype or shape. It can be its base if it has as
+        many elements, of the same dtype or in F32."""
+        new, changed, delta = self._sample(self.tuned, entry, places, threads), None, None
+        casts = allowed_casts(DTYPE_BY_NAME[entry.dtype])
+        if old.numel == entry.numel > 0 and DTYPE_BY_NAME[old.dtype] in casts:
+            growth = old.nbytes // entry.nbytes
             runs = tuple((start * growth, stop * growth) for start, stop in places.runs)
-            wide = Places(runs, places.shapes, old.nbytes)
-            delta = packed_estimate(new, _LEVEL, self._sample(self.base, old, wide, threads))[0]
-        return _row(entry, "replaced", old, None, self._full(new), delta)
+            same = Places(runs, places.shapes, old.nbytes)
+            before = self._sample(self.base, old, same, threads)
+            changed = 1 - unchanged_share(before, new) if growth == 1 else None
+            delta = packed_estimate(new, _LEVEL, before)[0]
+        return _row(entry, "replaced", old, changed, self._full(new), delta)
 
     def _full(self, sample: Sample) -> Estimate:
         known = self.full.get(sample.entry.name)
@@ -211,10 +215,9 @@ def _row(
 
 
 def _moved(row: ChangeRow, was: str) -> ChangeRow:
-    """The row of a tensor that equals one of another name: a difference is no more than a header,
-    with a base."""
-    delta = Estimate(frame_header_nbytes(len(row.shape), 1, 1, 0, has_base=True))
-    return replace(row, change="moved", was=was, changed=0.0, delta=delta)
+    """The row of a tensor that equals one of another name. Files look for bases by name, so that it
+    is packed on its own."""
+    return replace(row, change="moved", was=was, changed=0.0, delta=row.full)
 
 
 def _find_moves(pair: _Pair, rows: list[ChangeRow], threads: int) -> dict[str, str]:

@@ -150,7 +150,7 @@ class TensorRow:
         name: the tensor's name.
         dtype: safetensors' name of its dtype.
         shape: its shape.
-        role: "weights", "first moments", "second moments" or "other".
+        role: "weights", "masters", "first moments" or "second moments".
         kind: "embedding", "attention", "feed-forward", "norm", "output", "bias" or "other".
         layer: the number of its layer, from its name; None if it is in no layer.
         nbytes: its bytes.
@@ -421,7 +421,9 @@ class ChangeRow:
         dtype, shape, nbytes, kind, layer: as in `TensorRow`.
         changed: share of its values that differ in their bits; None if they cannot be compared.
         full: bytes if packed on its own.
-        delta: bytes if packed as a difference; None if they cannot be compared.
+        delta: bytes in a file that is packed against the first model; None if that has no tensor
+            that this one can be packed against. Bases are found by name, so a tensor that moved is
+            packed on its own.
     """
 
     name: str

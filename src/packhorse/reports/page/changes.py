@@ -76,8 +76,9 @@ def _counts(rows: Sequence[ChangeRow]) -> Figure:
     fields = [Field("what", "Change"), Field("n", "Tensors"), Field("size", "Bytes")]
     spec = bars(label, shown, [_COLORS[change] for change in found], "", fields, outside=True)
     caption = (
-        "Tensors that are equal or moved take no bytes in a file that has the first model as its "
-        "base; those that changed are stored as differences; the others are packed on their own."
+        "In a file that has the first model as its base, equal tensors take no more than a header, "
+        "and those that changed are stored as differences. Those that moved are packed on their "
+        "own, because a base is looked for by name; a store of snapshots has them already."
     )
     table = Table(
         "Tensors by change",
