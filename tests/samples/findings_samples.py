@@ -148,7 +148,10 @@ def large_findings(n: int = 10_000) -> Findings:
                 layer=i // 170, nbytes=pattern.nbytes - 2 * i)
         for i in range(n)
     )  # fmt: skip
-    return replace(whole, tensors=tensors, memory=_memory(tensors), changes=_changes(tensors))
+    return replace(
+        whole, tensors=tensors, memory=_memory(tensors), changes=_changes(tensors), series=None,
+        policy=None, engines=(),
+    )  # fmt: skip
 
 
 # The parts.

@@ -205,6 +205,8 @@ def _heat(tensors: Sequence[TensorRow]) -> Figure:
     )
     if len(panels) > len(shown):
         caption += f" Of {len(panels)} groups of tensors, the {len(shown)} largest are shown."
+    if len({row.source for row in tensors}) > 1:
+        caption += " Layers of the same number in different models are averaged."
     legend = tuple(
         (f"heat{i}", f"{i / 10:.1f}" if i < 9 else "0.9 to 1 bit") for i in range(len(HEAT_COLORS))
     )
@@ -217,11 +219,12 @@ _Rows = list[tuple[str, list[float]]]
 def _panels(tensors: Iterable[TensorRow], *, by_layer: bool) -> Iterable[tuple[str, Group, _Rows]]:
     """The groups of tensors that get a heat map each: title, sum, rows."""
     rows = list(tensors)
-    n_roles = len({row.role for row in rows})
+    n_roles, n_dtypes = len({row.role for row in rows}), len({row.dtype for row in rows})
 
     def key(row: TensorRow) -> tuple[str, str]:
         kind = row.kind if by_layer else "outside of layers"
-        return group_label(row.role, kind, row.dtype, n_roles=n_roles), row.dtype
+        title = group_label(row.role, kind, row.dtype, n_roles=n_roles, n_dtypes=n_dtypes)
+        return title, row.dtype
 
     for (title, _), each in grouped(rows, key).items():
         widths = Counter(len(row.bit_entropies) for row in each.rows)
@@ -292,17 +295,24 @@ def _heat_table(panels: Sequence[tuple[str, Group, _Rows]]) -> Table:
 
 def _exponents(exponents: Sequence[ExponentRow]) -> Figure:
     shown = exponents[:_MAX_PANELS]
-    n_roles = len({row.role for row in exponents})
+    n_roles, n_dtypes = len({row.role for row in exponents}), len({row.dtype for row in exponents})
+    titles = [
+        group_label(row.role, row.kind, row.dtype, n_roles=n_roles, n_dtypes=n_dtypes)
+        for row in exponents
+    ]
     low = min(_end(row.shares) + row.first for row in shown)
     high = max(row.first + len(row.shares) - _end(row.shares[::-1]) for row in shown)
-    pictures = tuple(_exponent_picture(row, n_roles, low, high) for row in shown)
+    pictures = tuple(
+        _exponent_picture(row, title, range(low, high))
+        for row, title in zip(shown, titles, strict=False)
+    )
     caption = (
         "How many values lie between a power of two and the next. A narrow hill means that few "
         "exponents occur, and that they pack into few bits: an exponent of 8 bits that only takes "
         "a dozen values needs about 2.6. All plots have the same axis, so hills can be compared; "
         "it ends where fewer than one value in a thousand is left."
     )
-    return Figure("Exponents", caption, pictures, _exponent_table(exponents, n_roles), across=3)
+    return Figure("Exponents", caption, pictures, _exponent_table(exponents, titles), across=3)
 
 
 def _by_size(findings: Findings) -> list[ExponentRow]:
@@ -320,13 +330,12 @@ def _end(shares: Sequence[float]) -> int:
     return next((i for i, part in enumerate(seen) if part > _LEAST_TAIL), 0)
 
 
-def _exponent_picture(row: ExponentRow, n_roles: int, low: int, high: int) -> Picture:
-    title = group_label(row.role, row.kind, row.dtype, n_roles=n_roles)
+def _exponent_picture(row: ExponentRow, title: str, exponents: range) -> Picture:
     shares = {row.first + i: part for i, part in enumerate(row.shares)}
     values = [
         {"x": at, "from": 0, "to": shares.get(at, 0.0), "color": 0,
          "power": f"2^{at} to 2^{at + 1}", "share": words.share(shares.get(at, 0.0))}
-        for at in range(low, high)
+        for at in exponents
     ]  # fmt: skip
     fields = [Field("power", "Values from"), Field("share", "Share")]
     top = max(shares, key=lambda at: shares[at], default=0)
@@ -338,14 +347,13 @@ def _exponent_picture(row: ExponentRow, n_roles: int, low: int, high: int) -> Pi
     return Picture(label, spec, title)
 
 
-def _exponent_table(exponents: Sequence[ExponentRow], n_roles: int) -> Table:
+def _exponent_table(exponents: Sequence[ExponentRow], titles: Sequence[str]) -> Table:
     rows = []
-    for row in exponents:
+    for row, title in zip(exponents, titles, strict=True):
         order = sorted(range(len(row.shares)), key=lambda i: -row.shares[i])
         needed, seen = 0, 0.0
         while seen < 0.999 * (1 - row.zeros) and needed < len(order):
             seen, needed = seen + row.shares[order[needed]], needed + 1
-        title = group_label(row.role, row.kind, row.dtype, n_roles=n_roles)
         top = Cell(f"2^{row.first + order[0]}", row.first + order[0]) if order else Cell("")
         rows.append((Cell(title), top, words.count_cell(needed), words.share_cell(row.zeros)))
     heads = (

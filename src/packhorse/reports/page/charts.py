@@ -236,7 +236,8 @@ def log_ticks(numbers: Sequence[float]) -> list[float]:
     steps = (1,) if high - low > 2.5 else (1, 3) if high - low > 1.2 else (1, 2, 5)
     powers = range(math.floor(low), math.ceil(high) + 1)
     ticks = [step * 10.0**power for power in powers for step in steps]
-    return [tick for tick in ticks if 10 ** (low - 0.1) <= tick <= 10 ** (high + 0.1)]
+    shown = [tick for tick in ticks if 10 ** (low - 0.1) <= tick <= 10 ** (high + 0.1)]
+    return shown or [float(f"{max(known):.2g}")]
 
 
 def _pieces(name: str, row: Bar, longest: float, outside: bool) -> Iterable[_Spec]:
@@ -253,6 +254,8 @@ def _pieces(name: str, row: Bar, longest: float, outside: bool) -> Iterable[_Spe
         yield common | {"mark": True, "from": min(row.mark, longest)}
     solid = ends[0] > 0.5 * longest and not outside
     place = ends[0] if solid or (ends[-1] > 0.55 * longest and not outside) else ends[-1]
+    if not solid and row.mark is not None:
+        place = max(place, min(row.mark, longest))
     yield common | {"in" if solid else "out": True, "from": place, "text": row.text}
 
 

@@ -32,6 +32,7 @@ _FIELDS = (
 )
 _MAX_KINDS = 14
 _MAX_MODELS = 6
+_MAX_MODEL_BARS = 20
 # What has a smaller share of the bytes is not said to gain the most or the least.
 _LEAST_SHARE = 0.01
 _MAX_LAYERS = 128
@@ -42,8 +43,8 @@ def glance(findings: Findings) -> Section:
     """The section "At a glance"."""
     blocks: list[Figure | Note | Table] = [*_asides(findings)]
     if findings.tensors:
-        blocks += [_levels(findings), _by_kind(findings), *_by_dtype(findings)]
-    blocks += _by_layer(findings)
+        blocks += [_levels(findings), *_by_model(findings), _by_kind(findings)]
+        blocks += [*_by_dtype(findings), *_by_layer(findings)]
     if len(findings.sources) > 1:
         blocks.append(_sources(findings))
     plain, packed = _totals(findings)
@@ -291,12 +292,12 @@ def _best_caption(rows: Sequence[Sized]) -> str:
     low, high = (words.ratio(row.nbytes, row.packed.nbytes) for row in (worst, best))
     if low == high:
         return f"{text} All gain the same."
-    name, other = words.shorten(best.label), words.shorten(worst.label)
-    name = name[:1].upper() + name[1:]
-    return f"{text} {name} gains the most ({high} times smaller), {other} the least ({low})."
+    most, least = words.shorten(best.label), words.shorten(worst.label)
+    gained = f"The most is gained by {most} ({high} times smaller), the least by {least} ({low})."
+    return f"{text} {gained}"
 
 
-def _sources(findings: Findings) -> Figure | Table:
+def _sources(findings: Findings) -> Table:
     heads = (
         Column("Source"),
         Column("What it is"),
@@ -318,18 +319,21 @@ def _sources(findings: Findings) -> Figure | Table:
         )
         for source in findings.sources
     )
-    table = Table("Sources", heads, rows, tuple(source.nbytes for source in findings.sources))
+    return Table("Sources", heads, rows, tuple(source.nbytes for source in findings.sources))
+
+
+def _by_model(findings: Findings) -> list[Figure]:
     per_source = grouped(findings.tensors, lambda row: row.source)
     if findings.shape != "models" or len(per_source) < 2:
-        return table
-    bars_of = [
+        return []
+    rows = [
         Sized(source.name, source.nbytes, _packed(source, per_source))
         for source in findings.sources
         if source.name in per_source
     ]
-    bars_of.sort(key=lambda row: -row.nbytes)
-    shown = size_figure("By model", _best_caption(bars_of), "Model", bars_of[:20], half=False)
-    return Figure(shown.title, shown.caption, shown.pictures, table, shown.legend)
+    rows.sort(key=lambda row: -row.nbytes)
+    largest = rows[:_MAX_MODEL_BARS]
+    return [size_figure("By model", _best_caption(largest), "Model", largest, half=False)]
 
 
 def _packed(source: SourceRow, per_source: Mapping[str, Group]) -> Estimate:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple, TypeVar
 
+from packhorse.reports.page import words
 from packhorse.reports.results import Estimate, TensorRow, total
 
 __all__ = ["LEVELS", "Group", "Sized", "float_parts", "group", "group_label", "grouped", "weighted"]
 
+_PART_NCHARS = 40
 LEVELS = ("fast", "default", "max")
 _Key = TypeVar("_Key")
 # Bits of sign, exponent and mantissa.
@@ -107,7 +109,7 @@ def weighted(pairs: Iterable[tuple[float, float]]) -> float:
 def group_label(role: str, kind: str, dtype: str, *, n_roles: int, n_dtypes: int = 2) -> str:
     """What a group is called: the role and the dtype are named only where there are several."""
     parts = [kind, *([role] if n_roles > 1 else []), *([dtype] if n_dtypes > 1 else [])]
-    return " · ".join(parts)
+    return " · ".join(words.shorten(part, _PART_NCHARS) for part in parts)
 
 
 def float_parts(dtype: str, n_bits: int) -> list[tuple[str, int]]:

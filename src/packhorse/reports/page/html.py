@@ -32,8 +32,9 @@ __all__ = ["render_html"]
 _MAX_ROWS = 1000
 _MAX_TABLE_NBYTES = 700_000
 _MAX_TABLES_NBYTES = 3_000_000
-_ROW_NBYTES = 60
-_CELL_NBYTES = 40
+_ROW_NBYTES = 30
+_CELL_NBYTES = 34
+_NAME_NBYTES = 100  # of one that is cut
 _MAX_NAME_NCHARS = 12_000
 _MAX_TEXT_NCHARS = 1000
 # What would end a block of JSON in HTML, or a line of JavaScript.
@@ -193,7 +194,8 @@ def _row_nbytes(row: tuple[Cell | Name, ...]) -> int:
 def _text_nbytes(cell: Cell | Name) -> int:
     text = _full(cell.text)
     n_escaped = sum(text.count(c) for c in "<>&\"'")
-    return len(text.encode()) + 5 * n_escaped + (150 if isinstance(cell, Name) else 0)
+    is_cut = isinstance(cell, Name) and len(text) > cell.width
+    return len(text.encode()) + 5 * n_escaped + (_NAME_NBYTES if is_cut else 0)
 
 
 def _full(text: str) -> str:

@@ -50,7 +50,7 @@ class Name:
     """
 
     text: str
-    width: int = 56
+    width: int = 72
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ def policy_section(policy: Policy) -> Section:
     """The section "Policy"."""
     best = policy.rows[policy.recommended]
     lead = (
-        "Take a snapshot ", f"every {_steps(best.every)}", ", with ", _chain(best.chain), ".",
+        "Take a snapshot ", f"every {_steps(best.every)}", *_how(best.chain),
     )  # fmt: skip
     cost = (
         f"In 1,000 steps the store then grows by {words.size(best.nbytes)}, and the job waits for "
@@ -52,6 +52,10 @@ def policy_section(policy: Policy) -> Section:
 
 def _steps(every: int) -> str:
     return "step" if every == 1 else f"{words.count(every)} steps"
+
+
+def _how(chain: int) -> tuple[str, ...]:
+    return (", each in full.",) if chain == 0 else (", with ", _chain(chain), ".")
 
 
 def _chain(chain: int) -> str:

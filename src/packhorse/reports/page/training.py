@@ -230,7 +230,8 @@ def _kind_table(steps: Sequence[StepRow]) -> Table:
 
 
 def _unchanged(steps: Sequence[StepRow]) -> Figure:
-    roles, values = _roles(steps)[: len(SERIES_COLORS)], []
+    roles = _roles(steps)[: len(SERIES_COLORS)]
+    values: list[dict[str, Any]] = []
     rows: list[tuple[Cell, ...]] = []
     for step in steps[1:]:
         cells = []
@@ -253,6 +254,8 @@ def _unchanged(steps: Sequence[StepRow]) -> Figure:
         "the distance to the next value of a short format is lost in rounding, so more and more "
         "values stay as they are when the learning rate falls."
     )
+    if max((value["y"] for value in values), default=0.0) < 0.001:
+        caption += " Here nearly every value changes from one checkpoint to the next."
     legend = tuple((f"{SERIES_COLORS[i]} line-{i}", role) for i, role in enumerate(roles))
     heads = (Column("Step", True), *(Column(role.capitalize(), True) for role in roles))
     table = Table("Share of values that did not change", heads, tuple(rows))

@@ -42,7 +42,7 @@ _NOTHING = "\N{EN DASH}"
 _SPACE = "\N{NO-BREAK SPACE}"
 _TIMES = "\N{MULTIPLICATION SIGN}"
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB", "EB")
-_SHOWN_NCHARS = 56
+_SHOWN_NCHARS = 72
 
 
 def digits(value: float) -> str:
