@@ -167,6 +167,7 @@ def report(
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    client: Any = None,
 ) -> Report:
     """Reports on what is compressible in models, in a series of checkpoints, or between two models.
 
@@ -184,6 +185,8 @@ def report(
         threads: the number of threads; None for one per core, at most 8.
         progress: called with the bytes done since the last call.
         storage_options: options for the file systems of all URLs of this call, as in fsspec.
+        client: a `distributed.Client`, whose Dask cluster describes the tensors (docs/scale.md);
+            None for this process. Models and checkpoints are compared here in any case.
 
     Returns:
         The report: `save(path)`, `to_html()`, `to_markdown()`, `to_json()`, `findings`; a notebook
@@ -212,5 +215,6 @@ def report(
         threads=threads,
         progress=progress,
         storage_options=storage_options,
+        client=client,
     )
     return made

@@ -87,3 +87,18 @@ def test_a_store_beside_other_sources_is_refused(places_of: dict[str, Path]) -> 
     with pytest.raises(ValueError, match="a snapshot store makes a report of its own"), \
         opened(store):  # fmt: skip
         pass
+
+
+@pytest.mark.filterwarnings("ignore")  # what the libraries of AWS are warned of
+def test_patterns_of_urls_find_files_and_folders(s3: Server, places_of: dict[str, Path]) -> None:
+    for name in ("run/step-5/m.safetensors", "run/step-10/m.safetensors", "run/notes.txt"):
+        s3.fs.put(str(places_of["m.safetensors"]), f"bucket/{name}")
+    options = s3.options
+    found = find_sources(["s3://bucket/run/step-*"], storage_options=options)
+    assert [(source.path, source.step) for source in found] == [
+        ("s3://bucket/run/step-5", 5), ("s3://bucket/run/step-10", 10)
+    ]  # fmt: skip
+    found = find_sources(["s3://bucket/run/*/m.saf*"], storage_options=options)
+    assert [source.step for source in found] == [5, 10]
+    with pytest.raises(FileNotFoundError, match="no file or folder matches this pattern"):
+        find_sources(["s3://bucket/run/none-*"], storage_options=options)

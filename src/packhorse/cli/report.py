@@ -1,19 +1,22 @@
 """`packhorse report`: the verb, its options, and what it prints."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from packhorse.cli import render
 from packhorse.cli.failures import ExitCode, UsageError
 from packhorse.cli.grid import Grid
-from packhorse.cli.options import Base, Force, Json, Threads
+from packhorse.cli.options import Base, Force, Json, Scheduler, Threads
 from packhorse.cli.runs import Source, each
 from packhorse.reports.build import PlannedSource, make_findings, plan_report
 from packhorse.reports.options import SAMPLE_NBYTES, Options
 from packhorse.reports.report import Report
 from packhorse.reports.results import Findings
+from packhorse.storage.cluster import connected, quieten
 from packhorse.storage.locations import check_output, open_place
 
 __all__ = ["add_report"]
@@ -74,6 +77,7 @@ def report(
         bool, typer.Option(help="Whether to measure other packers on samples, too.")
     ] = True,
     threads: Threads = None,
+    scheduler: Scheduler = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", "-n", help="Show what would be read; write nothing.")
     ] = False,
@@ -95,6 +99,7 @@ def report(
     - `packhorse report model.safetensors`
     - `packhorse report 'run/checkpoint-*' -o run.html`
     - `packhorse report path/to/store --seconds-per-step 1.5`
+    - `packhorse report s3://bucket/hub/* --scheduler tcp://10.0.0.1:8786 -o hub.html`
     - `packhorse report tuned.safetensors --base original.safetensors --full`
     """
     if json and markdown:
@@ -112,7 +117,10 @@ def report(
         check_output(open_place(target), force=force)
 
     def work(job: Source) -> list[Findings]:
-        findings = make_findings(src, base=base, options=options, watch=render.progress)
+        with _client_of(scheduler) as client:
+            findings = make_findings(
+                src, base=base, options=options, watch=render.progress, client=client
+            )
         made = Report(findings)
         if target is not None:
             made.save(target, force=force)
@@ -127,6 +135,17 @@ def report(
         render.warning_line(problem.line)
     if not all(problem.is_note for problem in findings.problems):
         raise typer.Exit(ExitCode.BAD_DATA)
+
+
+@contextmanager
+def _client_of(scheduler: str | None) -> Iterator[Any]:
+    """The client of a cluster, if there is to be one."""
+    if scheduler is None:
+        yield None
+        return
+    quieten()
+    with connected(scheduler) as client:
+        yield client
 
 
 def _planned(src: list[str], base: str | None, options: Options) -> _PlannedReport:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from packhorse._version import __version__
@@ -21,7 +23,14 @@ from packhorse.arguments import resolve_threads
 from packhorse.disk.results import Progress
 from packhorse.reports.bits import exponent_rows
 from packhorse.reports.changes import compare_models
-from packhorse.reports.describe import Described, describe_source
+from packhorse.reports.describe import (
+    Described,
+    Part,
+    describe_part,
+    describe_source,
+    join_parts,
+    parts_of,
+)
 from packhorse.reports.engine_samples import take_engine_samples
 from packhorse.reports.engines import compare_engines
 from packhorse.reports.options import Options, Watch
@@ -30,6 +39,8 @@ from packhorse.reports.report import Report
 from packhorse.reports.results import EngineTable, Findings, Problem, Settings, SourceRow
 from packhorse.reports.series import describe_series
 from packhorse.reports.sources import READ_ERRORS, Source, find_sources, opened
+from packhorse.storage.cluster import check_cluster
+from packhorse.storage.tasks import perform
 
 __all__ = ["PlannedSource", "make_findings", "make_report", "plan_report"]
 
@@ -43,6 +54,7 @@ def make_findings(
     options: Options | None = None,
     watch: Watch | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    client: Any = None,
 ) -> Findings:
     """Looks at models, a series or a store, and finds what a report says.
 
@@ -52,6 +64,8 @@ def make_findings(
         options: how the report is made.
         watch: opens a display of progress.
         storage_options: options for the file systems of all URLs of this call, as in fsspec.
+        client: a `distributed.Client`, whose cluster describes the tensors; None for this process.
+            Checkpoints and models are compared here in any case.
 
     Returns:
         The findings.
@@ -65,7 +79,7 @@ def make_findings(
     options, watch = options or Options(), watch or _no_display
     found = _found(sources, base, storage_options)
     shape = _shape_of(found)
-    findings = _SECTIONS[shape](found, options, watch)
+    findings = _SECTIONS[shape](found, options, _Describer(options, watch, client))
     seconds = time.perf_counter() - start
     return replace(findings, settings=replace(findings.settings, seconds=seconds))
 
@@ -76,12 +90,13 @@ def make_report(
     base: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    client: Any = None,
     **options: Any,
 ) -> Report:
     """Makes the report of `packhorse.report`, whose arguments these are.
 
     Args:
-        sources, base, progress, storage_options: as there.
+        sources, base, progress, storage_options, client: as there.
         options: the fields of `Options`.
 
     Raises:
@@ -93,26 +108,26 @@ def make_report(
 
     findings = make_findings(
         sources, base=base, options=Options(**options), watch=watch,
-        storage_options=storage_options,
+        storage_options=storage_options, client=client,
     )  # fmt: skip
     return Report(findings)
 
 
-def _of_models(found: Sequence[Source], options: Options, watch: Watch) -> Findings:
+def _of_models(found: Sequence[Source], options: Options, describer: _Describer) -> Findings:
     """The findings of models that have nothing to do with each other."""
-    described, problems = _describe_all(found, options, watch)
+    described, problems = describer.all(found)
     findings = _findings("models", _title(found, "models"), described, options, problems)
     largest = max(described, key=lambda one: one.row.nbytes)
     source = next(source for source in found if source.name == largest.row.name)
-    return replace(findings, engines=_engines(source, None, options, watch))
+    return replace(findings, engines=_engines(source, None, options, describer.watch))
 
 
-def _of_series(found: Sequence[Source], options: Options, watch: Watch) -> Findings:
+def _of_series(found: Sequence[Source], options: Options, describer: _Describer) -> Findings:
     """The findings of a series: the newest checkpoint that can be read, and how it came about."""
-    newest, problems = _describe_newest(found, options, watch)
+    newest, problems = describer.newest(found)
     rows = list(_rows(found))
     threads = resolve_threads(options.threads)
-    with watch("compare checkpoints", sum(row.nbytes for row in rows)) as progress:
+    with describer.watch("compare checkpoints", sum(row.nbytes for row in rows)) as progress:
         series, more = describe_series(
             found, sample_nbytes=options.sample_nbytes, full=options.full, threads=threads,
             progress=progress,
@@ -132,20 +147,20 @@ def _of_series(found: Sequence[Source], options: Options, watch: Watch) -> Findi
         sources=tuple(rows),
         series=series,
         policy=policy,
-        engines=_engines(last, before, options, watch),
+        engines=_engines(last, before, options, describer.watch),
     )
 
 
-def _of_pair(found: Sequence[Source], options: Options, watch: Watch) -> Findings:
+def _of_pair(found: Sequence[Source], options: Options, describer: _Describer) -> Findings:
     """The findings of two models: the second, and what changed from the first."""
     base, tuned = found
-    described, problems = _describe_all([tuned], options, watch)
+    described, problems = describer.all([tuned])
     findings = _findings("pair", _title(found, "pair"), described, options, problems)
     threads = resolve_threads(options.threads)
     full = {row.name: row.levels["default"] for row in findings.tensors}
     with opened(base, threads) as old, opened(tuned, threads) as new:
         share = options.share(new.entries)
-        with watch(f"compare with {base.name}", new.row.nbytes) as progress:
+        with describer.watch(f"compare with {base.name}", new.row.nbytes) as progress:
             changes, more = compare_models(
                 old, new, share=share, full=full, threads=threads, progress=progress
             )
@@ -154,7 +169,7 @@ def _of_pair(found: Sequence[Source], options: Options, watch: Watch) -> Finding
         findings,
         sources=rows,
         changes=changes,
-        engines=_engines(tuned, base, options, watch),
+        engines=_engines(tuned, base, options, describer.watch),
         problems=tuple(dict.fromkeys([*findings.problems, *more])),
     )
 
@@ -217,46 +232,86 @@ def _findings(
     )  # fmt: skip
 
 
-def _describe_all(
-    sources: Sequence[Source], options: Options, watch: Watch
-) -> tuple[list[Described], list[Problem]]:
-    """Describes each source that can be read.
+@dataclass(frozen=True)
+class _Describer:
+    """Describes sources, here or on a cluster.
 
-    Raises:
-        Exception: that of the first source, if none can be read.
+    Attributes:
+        options: how the report is made.
+        watch: opens a display of progress.
+        client: a client of a cluster, or None.
     """
-    described, problems, first = [], [], None
-    for source in sources:
-        try:
-            one = describe_source(source, options, watch)
-        except READ_ERRORS as error:
-            first = first or error
-            problems.append(Problem(source.name, None, str(error)))
-            continue
-        described.append(one)
-        problems += one.problems
-    if first is not None and not described:
-        raise first
-    return described, problems
 
+    options: Options
+    watch: Watch
+    client: Any
 
-def _describe_newest(
-    sources: Sequence[Source], options: Options, watch: Watch
-) -> tuple[Described, list[Problem]]:
-    """Describes the last source that can be read.
+    def all(self, sources: Sequence[Source]) -> tuple[list[Described], list[Problem]]:
+        """Each source that can be read.
 
-    Raises:
-        Exception: that of the last source, if none can be read.
-    """
-    last = None
-    for source in reversed(sources):
-        try:
-            one = describe_source(source, options, watch)
-            return one, one.problems
-        except READ_ERRORS as error:
-            last = last or error
-    assert last is not None
-    raise last
+        Raises:
+            Exception: that of the first source, if none can be read.
+        """
+        results = self._shared(sources) if self.client else self._here(sources)
+        described = [found for found in results if isinstance(found, Described)]
+        if not described:
+            raise next(found for found in results if isinstance(found, Exception))
+        problems: list[Problem] = []
+        for source, found in zip(sources, results, strict=True):
+            if isinstance(found, Described):
+                problems += found.problems
+            else:
+                problems.append(Problem(source.name, None, str(found)))
+        return described, problems
+
+    def newest(self, sources: Sequence[Source]) -> tuple[Described, list[Problem]]:
+        """The last source that can be read.
+
+        Raises:
+            Exception: that of the last source, if none can be read.
+        """
+        last = None
+        for source in reversed(sources):
+            try:
+                (one,), problems = self.all([source])
+                return one, problems
+            except READ_ERRORS as error:
+                last = last or error
+        assert last is not None
+        raise last
+
+    def _here(self, sources: Sequence[Source]) -> list[Described | Exception]:
+        results: list[Described | Exception] = []
+        for source in sources:
+            try:
+                results.append(describe_source(source, self.options, self.watch))
+            except READ_ERRORS as error:
+                results.append(error)
+        return results
+
+    def _shared(self, sources: Sequence[Source]) -> list[Described | Exception]:
+        """On the cluster, in parts; an error of a part is one of its source."""
+        check_cluster(self.client, [Path(s.path) for s in sources if Path(s.path).exists()])
+        results: list[Described | Exception | None] = [None] * len(sources)
+        parts: list[Part] = []
+        for i, source in enumerate(sources):
+            try:
+                parts += parts_of(source, self.options)
+            except READ_ERRORS as error:
+                results[i] = error
+        found: dict[Part, Any] = {}
+        with self.watch(f"look at {_title(sources, 'models')}", None) as progress:
+            for outcome in perform(describe_part, deque(parts), self.client):
+                found[outcome.task] = outcome.error or outcome.value
+                if progress is not None and outcome.error is None:
+                    progress(sum(row.sampled_nbytes for row, _ in outcome.value.tensors))
+        for i, source in enumerate(sources):
+            own = [found[part] for part in parts if part.source == source]
+            fault = next((each for each in own if isinstance(each, Exception)), None)
+            if fault is not None and not isinstance(fault, READ_ERRORS):
+                raise fault
+            results[i] = results[i] or fault or join_parts(own)
+        return [each for each in results if each is not None]
 
 
 def _rows(sources: Sequence[Source]) -> Iterable[SourceRow]:

@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol, TypeAlias
 
@@ -149,7 +150,7 @@ def find_sources(
         ValueError: no source was given.
         CorruptionError, CompatibilityError, OSError: a store cannot be read.
     """
-    words = [word for source in sources for word in _expanded(os.fspath(source))]
+    words = [word for source in sources for word in _expanded(os.fspath(source), storage_options)]
     if not words:
         raise ValueError("no source: name model files, folders or a snapshot store")
     places = {word: open_place(word, storage_options) for word in words}
@@ -164,14 +165,31 @@ def find_sources(
     return sorted(found, key=lambda each: each.step) if steps else found  # type: ignore[arg-type, return-value]
 
 
-def _expanded(word: str) -> list[str]:
+def _expanded(word: str, options: Mapping[str, Any] | None) -> list[str]:
     """The paths that a pattern matches, or the path itself."""
-    if "://" in word or os.path.lexists(word) or not glob.has_magic(word):
-        return [word if "://" in word else str(Path(word))]
-    found = sorted(glob.glob(word))
+    is_url = "://" in word
+    if not glob.has_magic(word) or (not is_url and os.path.lexists(word)):
+        return [word if is_url else str(Path(word))]
+    found = _matching_urls(word, options) if is_url else sorted(glob.glob(word))
     if not found:
         raise FileNotFoundError(f"{word}: no file or folder matches this pattern; check the path")
     return found
+
+
+def _matching_urls(pattern: str, options: Mapping[str, Any] | None) -> list[str]:
+    """The URLs of files, and of folders that hold some, that match a pattern."""
+    parts = pattern.split("/")
+    n_plain = next(i for i, part in enumerate(parts) if glob.has_magic(part))
+    folder, wanted = "/".join(parts[:n_plain]), parts[n_plain:]
+    place = open_place(folder, options)
+    if isinstance(place, Path) or not place.is_dir():
+        return []
+    names = {path.parts[: len(wanted)] for path in place.files()}
+    return sorted(
+        "/".join([folder, *name])
+        for name in names
+        if len(name) == len(wanted) and all(map(fnmatchcase, name, wanted))
+    )
 
 
 def _is_store(place: Place) -> bool:
