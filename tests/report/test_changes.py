@@ -219,6 +219,18 @@ def test_moves(form: str, tmp_path: Path) -> None:
     assert {n: (row.delta or row.full).nbytes for n, row in rows.items()} == against
 
 
+def test_equal_tensors_that_moved_come_from_different_ones(tmp_path: Path) -> None:
+    """Zeros of several layers; and a tensor that two new ones equal."""
+    zeros, weight = np.zeros(50, np.float32), tensor(1)
+    old = {"a.0.bias": zeros, "a.1.bias": zeros, "a.weight": weight}
+    new = {"b.0.bias": zeros, "b.1.bias": zeros, "b.weight": weight, "c.weight": weight}
+    rows = compare(saved(tmp_path / "a", old), saved(tmp_path / "b", new))
+    assert {name: (row.change, row.was) for name, row in rows.items()} == {
+        "b.0.bias": ("moved", "a.0.bias"), "b.1.bias": ("moved", "a.1.bias"),
+        "b.weight": ("moved", "a.weight"), "c.weight": ("moved", "a.weight"),
+    }  # fmt: skip
+
+
 def test_rows_add_up_to_the_file_that_is_packed_against_the_first_model(tmp_path: Path) -> None:
     """Training states with optimizers; tensors that were added, dropped, cast and reshaped."""
     old, new = write_checkpoints(tmp_path)

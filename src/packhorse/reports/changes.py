@@ -9,9 +9,10 @@ tensor takes the place of the sample.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -31,6 +32,7 @@ __all__ = ["compare_models"]
 
 _LEVEL = "default"
 _MARK_NBYTES = 1 << 10  # at the start, in the middle and at the end, which tell tensors apart
+_Mark = TypeVar("_Mark")
 
 
 def compare_models(
@@ -227,48 +229,68 @@ def _find_moves(pair: _Pair, rows: list[ChangeRow], threads: int) -> dict[str, s
     place was taken by another, too: layers that were left out shift the numbers of later ones.
     """
     change = {row.name: row.change for row in rows}
-    candidates: dict[tuple[str, tuple[int, ...]], list[str]] = {}
-    for entry in sorted(pair.base.entries, key=lambda each: bool(pair.tuned.entry(each.name))):
-        candidates.setdefault((entry.dtype, entry.shape), []).append(entry.name)
-    marks: dict[tuple[int, str], bytes] = {}
+    wanted = [row for row in rows if row.change != "equal" and row.nbytes]
+    kinds = {(row.dtype, row.shape) for row in wanted}
+    entries = [entry for entry in pair.base.entries if (entry.dtype, entry.shape) in kinds]
+    marks = _marks(pair, [entry.name for entry in entries], [row.name for row in wanted])
+    candidates: dict[tuple[str, tuple[int, ...], bytes], list[str]] = {}
+    for entry in sorted(entries, key=lambda each: each.name in change):  # removed ones first
+        if entry.name in marks[0]:
+            key = entry.dtype, entry.shape, marks[0][entry.name]
+            candidates.setdefault(key, []).append(entry.name)
     moves = {}
-    for row in rows:
-        if row.change == "equal" or not row.nbytes:
-            continue
-        for old in candidates.get((row.dtype, row.shape), ()):
-            stays = change.get(old) == "equal" and row.change != "new"
-            if not stays and old != row.name and _has_moved(pair, old, row.name, marks, threads):
-                moves[row.name] = old
-                break
+    for row in wanted:
+        group = candidates.get((row.dtype, row.shape, marks[1].get(row.name, b"")), [])
+        found = group
+        if row.change != "new":
+            found = [old for old in group if change.get(old) != "equal" and old != row.name]
+        old = _first_equal(pair, found, row.name, threads)
+        if old is not None:
+            moves[row.name] = old
+            if len(group) > 1 and old not in change:  # the next one that is equal takes another
+                group.remove(old)
     return moves
 
 
-def _has_moved(
-    pair: _Pair, old: str, new: str, marks: dict[tuple[int, str], bytes], threads: int
-) -> bool:
-    """Whether two tensors are equal, and not by chance: many tensors are all zeros or all ones, so
-    that such a tensor has moved only if the former one is gone."""
+def _first_equal(pair: _Pair, candidates: list[str], new: str, threads: int) -> str | None:
+    """The first candidate that equals a tensor, and not by chance: many tensors are all zeros or
+    all ones, so that such a tensor has moved only if the former one is gone."""
     try:
-        hashes = pair.hash_of(pair.base, old), pair.hash_of(pair.tuned, new)
-        if None not in hashes and hashes[0] != hashes[1]:
-            return False
-        before, after = _mark(pair.base, old, marks), _mark(pair.tuned, new, marks)
-        is_constant = len(set(after)) == 1
-        if before != after or (is_constant and pair.tuned.entry(old) is not None):
-            return False
-        return pair.are_equal(old, new, threads)
+        if candidates and len(set(_few_bytes(pair.tuned, new))) == 1:
+            candidates = [old for old in candidates if pair.tuned.entry(old) is None]
+        return next((old for old in candidates if pair.are_equal(old, new, threads)), None)
     except _UnreadableError:  # which is reported where the tensor is described
-        return False
+        return None
 
 
-def _mark(opened: Opened, name: str, marks: dict[tuple[int, str], bytes]) -> bytes:
-    """Some bytes of a tensor."""
-    key = id(opened), name
-    if key not in marks:
-        entry = opened.entry(name)
-        assert entry is not None
-        starts = (0, entry.nbytes // 2, max(entry.nbytes - _MARK_NBYTES, 0))
-        runs = [(start, min(start + _MARK_NBYTES, entry.nbytes)) for start in starts]
-        with _reading(opened, name):
-            marks[key] = b"".join(run.tobytes() for run in opened.runs(name, runs))
-    return marks[key]
+def _marks(
+    pair: _Pair, old: list[str], new: list[str]
+) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """What equal tensors of two models have in common, by name: their content hashes, if all are
+    known, or else a few bytes. Tensors that cannot be read have no mark."""
+    if old and new:
+        hashes = _each(pair.hash_of, pair.base, old), _each(pair.hash_of, pair.tuned, new)
+        if not any(digest is None for known in hashes for digest in known.values()):
+            return hashes  # type: ignore[return-value]
+        return _each(_few_bytes, pair.base, old), _each(_few_bytes, pair.tuned, new)
+    return {}, {}
+
+
+def _each(
+    call: Callable[[Opened, str], _Mark], opened: Opened, names: list[str]
+) -> dict[str, _Mark]:
+    found = {}
+    for name in names:
+        with suppress(_UnreadableError):
+            found[name] = call(opened, name)
+    return found
+
+
+def _few_bytes(opened: Opened, name: str) -> bytes:
+    """Some bytes of a tensor: of its start, its middle and its end."""
+    entry = opened.entry(name)
+    assert entry is not None
+    starts = (0, entry.nbytes // 2, max(entry.nbytes - _MARK_NBYTES, 0))
+    runs = [(start, min(start + _MARK_NBYTES, entry.nbytes)) for start in starts]
+    with _reading(opened, name):
+        return b"".join(run.tobytes() for run in opened.runs(name, runs))
