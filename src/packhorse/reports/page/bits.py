@@ -77,8 +77,9 @@ def bits(findings: Findings) -> Section:
     blocks: list[Figure | Table] = [_spent(tensors)]
     if any(row.bit_entropies for row in tensors):
         blocks.append(_heat(tensors))
-    if findings.exponents:
-        blocks.append(_exponents(_by_size(findings)))
+    exponents = _by_size(findings)
+    if exponents:
+        blocks.append(_exponents(exponents))
     if any(row.planes for row in tensors):
         blocks += [_planes(tensors), _modes(tensors)]
     return Section("bits", "Where the bits go", lead, (*blocks, _reasons(tensors), _all(tensors)))

@@ -24,7 +24,7 @@ def engines_section(tables: Sequence[EngineTable]) -> Section:
     """The section "Against others"."""
     blocks: list[Figure | Table | Note] = []
     for table in tables:
-        blocks.append(_figure(table))
+        blocks.append(_figure(table) if any(map(_is_timed, table.rows)) else _table(table))
         if table.skipped:
             items = tuple(
                 f"{words.printable(name)}: {words.printable(reason)}"
@@ -38,6 +38,8 @@ def _lead(tables: Sequence[EngineTable]) -> tuple[str, ...]:
     rivals = [row for table in tables for row in table.rows if not row.is_ours and _is_timed(row)]
     ours = [row for table in tables for row in table.rows if row.is_ours and _is_timed(row)]
     lost, lose = (sum(row.loses for row in rows) for rows in (rivals, ours))
+    if not rivals:
+        return ("What other ways to pack take, on the same sample.",)
     text = f"{words.count(lost)} of {words.plural(len(rivals), 'other way')} lose"
     rest = ": one of ours packs shorter, packs faster and unpacks faster."
     rest += f" {words.count(lose)} of our own {len(ours)} lose to another." if lose else ""

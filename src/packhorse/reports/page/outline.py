@@ -102,7 +102,7 @@ class Picture:
 
     Attributes:
         label: what it shows, for people who do not see it.
-        spec: the specification for Vega-Lite or Vega.
+        spec: the specification for Vega-Lite or Vega; empty if there is nothing to draw.
         title: the heading above it; empty if the figure has no other picture.
     """
 
@@ -169,7 +169,6 @@ class Section:
     left: float | None = None
 
     def pictures(self) -> Iterator[Picture]:
-        """All pictures, in order."""
-        for block in self.blocks:
-            if isinstance(block, Figure):
-                yield from block.pictures
+        """All pictures that show something, in order."""
+        figures = [block for block in self.blocks if isinstance(block, Figure)]
+        yield from (picture for each in figures for picture in each.pictures if picture.spec)

@@ -29,6 +29,8 @@ _MAX_TICKS = 9
 _MANY = 6
 # Kinds of a smaller share of the bytes are in the table, but in no picture.
 _LEAST_SHARE = 0.002
+# The same for values of one exponent.
+_LEAST_EXPONENT_SHARE = 1e-5
 
 
 def training(series: Series) -> Section:
@@ -142,7 +144,7 @@ def _ratio_value(step: StepRow, color: int, how: str, packed: Estimate) -> dict[
     return {
         "x": step.step, "y": ratio, "color": color, "how": how, "step": words.count(step.step),
         "ratio": words.ratio_error(step.nbytes, packed), "size": words.estimate(packed),
-        "sure": off > 0, "low": ratio - off, "high": ratio + off,
+        "error": off > 0, "low": ratio - off, "high": ratio + off,
     }  # fmt: skip
 
 
@@ -275,42 +277,47 @@ def _unchanged_of(step: StepRow, role: str) -> float | None:
 
 
 def _step_sizes(rows: Sequence[StepSizeRow]) -> Figure:
-    series = list(dict.fromkeys((row.role, row.dtype) for row in rows))[: len(SERIES_COLORS)]
-    values: list[dict[str, Any]] = [
-        {
-            "x": row.exponent, "y": row.median + 1, "color": series.index((row.role, row.dtype)),
-            "role": f"{row.role} · {row.dtype}", "power": f"2^{row.exponent}",
-            "median": words.digits(row.median), "high": words.digits(row.high),
-            "share": words.share(row.share), "sure": True, "low": row.median + 1,
-            "high1": row.high + 1,
-        }
+    labels = list(dict.fromkeys(f"{row.role} · {row.dtype}" for row in rows))
+    labels = labels[: len(SERIES_COLORS)]
+    values = [
+        _step_size(row, labels.index(f"{row.role} · {row.dtype}"))
         for row in rows
-        if (row.role, row.dtype) in series and row.share > 1e-5
-    ]  # fmt: skip
-    for value in values:
-        value["low"], value["high"], value["highs"] = value["y"], value.pop("high1"), value["high"]
+        if f"{row.role} · {row.dtype}" in labels and row.share > _LEAST_EXPONENT_SHARE
+    ]
     fields = [
         Field("role", "Of"), Field("power", "Values from"), Field("share", "Share of values"),
-        Field("median", "Half moved at most"), Field("highs", "Nine tenths moved at most"),
+        Field("median", "Half moved at most"), Field("most", "Nine tenths moved at most"),
     ]  # fmt: skip
     label = "How many representable values a value moved in the last step, by its exponent."
     ticks = log_ticks([value[end] for value in values for end in ("low", "high")])
     axis = {"values": ticks, "format": "~s"}
     y = quantity("y", "representable values, + 1", scale={"type": "log"}, axis=axis)
-    x = quantity(
-        "x",
-        "power of two of the value",
-        scale={"zero": False},
-        axis={"grid": False, "tickCount": 8},
-    )
-    colors = SERIES_COLORS[: len(series)]
-    spec = lines(label, values, colors, x, y, fields, height=280)
+    x_axis = {"grid": False, "tickCount": 8}
+    x = quantity("x", "power of two of the value", scale={"zero": False}, axis=x_axis)
+    spec = lines(label, values, SERIES_COLORS[: len(labels)], x, y, fields, height=280)
     caption = (
         "Points are medians, lines reach to nine tenths of the values. An optimizer moves all "
         "weights by about the same amount; where values are large, that is few representable "
         "values, and where they are small, many. So the size of a value tells the size of its "
         "step, and the code for differences needs fewer bits if it knows the base's exponent."
     )
+    legend = tuple((f"{SERIES_COLORS[i]} line-{i}", text) for i, text in enumerate(labels))
+    return Figure(
+        "How far values move", caption, (Picture(label, spec),), _step_size_table(rows), legend,
+        half=True,
+    )  # fmt: skip
+
+
+def _step_size(row: StepSizeRow, color: int) -> dict[str, Any]:
+    return {
+        "x": row.exponent, "y": row.median + 1, "color": color, "error": True,
+        "low": row.median + 1, "high": row.high + 1, "role": f"{row.role} · {row.dtype}",
+        "power": f"2^{row.exponent}", "share": words.share(row.share),
+        "median": words.digits(row.median), "most": words.digits(row.high),
+    }  # fmt: skip
+
+
+def _step_size_table(rows: Sequence[StepSizeRow]) -> Table:
     heads = ("Of", "Exponent", "Share of values", "Half moved at most", "Nine tenths moved at most")
     body = tuple(
         (
@@ -322,12 +329,7 @@ def _step_sizes(rows: Sequence[StepSizeRow]) -> Figure:
         )
         for row in rows
     )
-    table = Table("Sizes of steps", headings(*heads), body)
-    legend = tuple(
-        (f"{SERIES_COLORS[i]} line-{i}", f"{role} · {dtype}")
-        for i, (role, dtype) in enumerate(series)
-    )
-    return Figure("How far values move", caption, (Picture(label, spec),), table, legend, half=True)
+    return Table("Sizes of steps", headings(*heads), body)
 
 
 def _gaps(series: Series) -> Figure:
@@ -335,7 +337,7 @@ def _gaps(series: Series) -> Figure:
     values = [
         {"x": gap, "y": packed.nbytes, "color": 0, "gap": words.count(gap),
          "size": words.estimate(packed), "ratio": words.ratio_error(last.nbytes, packed),
-         "sure": packed.error > 0, "low": packed.nbytes - packed.error,
+         "error": packed.error > 0, "low": packed.nbytes - packed.error,
          "high": packed.nbytes + packed.error}
         for gap, packed in series.gaps
     ]  # fmt: skip
