@@ -475,7 +475,7 @@ def _reasons(tensors: Sequence[TensorRow]) -> Table:
 
 def _why(row: TensorRow) -> tuple[str, str]:
     """Why a tensor is packed so, without the figures of that tensor, and how it is split."""
-    return re.sub(r" \d+(\.\d+)?(?=[ ,;]|$)", "", row.reason), row.split
+    return re.sub(r"( save)? \d+(\.\d+)?(?=[ ,;]|$)", "", row.reason), row.split
 
 
 def _all(tensors: Sequence[TensorRow]) -> Table:
