@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = [
+    "Caption",
     "Cell",
     "Column",
     "Figure",
@@ -111,6 +112,18 @@ class Picture:
     title: str = ""
 
 
+class Caption(NamedTuple):
+    """What stands below a figure.
+
+    Attributes:
+        reading: how to read its pictures.
+        finding: what they show this time, in words; empty if there is nothing to say.
+    """
+
+    reading: str
+    finding: str = ""
+
+
 @dataclass(frozen=True)
 class Figure:
     """One or more pictures with a caption, and their numbers as a table.
@@ -126,7 +139,7 @@ class Figure:
     """
 
     title: str
-    caption: str
+    caption: Caption
     pictures: tuple[Picture, ...]
     table: Table
     legend: tuple[tuple[str, str], ...] = ()

@@ -9,6 +9,7 @@ from packhorse.reports.page import words
 from packhorse.reports.page.charts import BYTES, Field, columns, lines, log_ticks, quantity
 from packhorse.reports.page.grouping import group_label
 from packhorse.reports.page.outline import (
+    Caption,
     Cell,
     Column,
     Figure,
@@ -135,7 +136,7 @@ def _ratios(steps: Sequence[StepRow]) -> Figure:
     )
     table = Table("Checkpoints", headings(*heads, n_text=0), rows)
     legend = (("grey line-0", "on its own"), ("teal line-1", "as a difference"))
-    return Figure("Ratio by step", caption, (Picture(label, spec),), table, legend)
+    return Figure("Ratio by step", Caption(caption), (Picture(label, spec),), table, legend)
 
 
 def _ratio_value(step: StepRow, color: int, how: str, packed: Estimate) -> dict[str, Any]:
@@ -185,7 +186,7 @@ def _kinds(steps: Sequence[StepRow]) -> Figure:
     legend = tuple((f"{SERIES_COLORS[color]} line-{color}", kind) for kind, color in series.items())
     across = min(len(pictures), 3)
     return Figure(
-        "Differences by kind", caption, tuple(pictures), _kind_table(steps), legend,
+        "Differences by kind", Caption(caption), tuple(pictures), _kind_table(steps), legend,
         across=across, half=across == 1,
     )  # fmt: skip
 
@@ -256,12 +257,20 @@ def _unchanged(steps: Sequence[StepRow]) -> Figure:
         "the distance to the next value of a short format is lost in rounding, so more and more "
         "values stay as they are when the learning rate falls."
     )
+    finding = ""
     if max((value["y"] for value in values), default=0.0) < 0.001:
-        caption += " Here nearly every value changes from one checkpoint to the next."
+        finding = "Nearly every value changes from one checkpoint to the next."
     legend = tuple((f"{SERIES_COLORS[i]} line-{i}", role) for i, role in enumerate(roles))
     heads = (Column("Step", True), *(Column(role.capitalize(), True) for role in roles))
     table = Table("Share of values that did not change", heads, tuple(rows))
-    return Figure("Values that stay", caption, (Picture(label, spec),), table, legend, half=True)
+    return Figure(
+        "Values that stay",
+        Caption(caption, finding),
+        (Picture(label, spec),),
+        table,
+        legend,
+        half=True,
+    )
 
 
 def _unchanged_of(step: StepRow, role: str) -> float | None:
@@ -303,8 +312,8 @@ def _step_sizes(rows: Sequence[StepSizeRow]) -> Figure:
     )
     legend = tuple((f"{SERIES_COLORS[i]} line-{i}", text) for i, text in enumerate(labels))
     return Figure(
-        "How far values move", caption, (Picture(label, spec),), _step_size_table(rows), legend,
-        half=True,
+        "How far values move", Caption(caption), (Picture(label, spec),), _step_size_table(rows),
+        legend, half=True,
     )  # fmt: skip
 
 
@@ -350,14 +359,14 @@ def _gaps(series: Series) -> Figure:
     x = _step_axis((gap for gap, _ in series.gaps), "steps between")
     spec = lines(label, values, ["teal"], x, y, fields, more=[full])
     pays = [gap for gap, packed in series.gaps if packed.nbytes < 0.95 * last.full.nbytes]
-    caption = "The dashed line is the checkpoint on its own. "
+    caption = "The dashed line is the checkpoint on its own."
     if not pays:
-        caption += "No difference is worth its base here."
+        finding = "No difference is worth its base here."
     elif len(pays) == len(series.gaps):
-        caption += "A difference pays at every gap that was tried: it saves a twentieth or more."
+        finding = "A difference pays at every gap that was tried: it saves a twentieth or more."
     else:
         gap = words.count(max(pays))
-        caption += f"Up to a gap of {gap} steps, a difference saves a twentieth or more."
+        finding = f"Up to a gap of {gap} steps, a difference saves a twentieth or more."
     rows = tuple(
         (
             words.count_cell(gap),
@@ -369,7 +378,14 @@ def _gaps(series: Series) -> Figure:
     heads = headings("Steps between", "Difference", "Ratio", n_text=0)
     table = Table("Differences by gap", heads, rows)
     legend = (("teal line-0", "as a difference"), ("soft dashed", "on its own"))
-    return Figure("How far apart", caption, (Picture(label, spec),), table, legend, half=True)
+    return Figure(
+        "How far apart",
+        Caption(caption, finding),
+        (Picture(label, spec),),
+        table,
+        legend,
+        half=True,
+    )
 
 
 def _chains(steps: Sequence[StepRow]) -> list[Figure]:
@@ -404,8 +420,11 @@ def _chains(steps: Sequence[StepRow]) -> list[Figure]:
     longest = max(step.max_deltas or 0 for step in known)
     caption = (
         "A snapshot that is a difference needs those it builds on, so a restore reads more the "
-        f"longer the chain is. The longest one here has {words.plural(longest, 'difference')}. A "
-        f"plain checkpoint would read {words.size(most)}."
+        "longer the chain is."
+    )
+    finding = (
+        f"The longest chain has {words.plural(longest, 'difference')}. The largest plain "
+        f"checkpoint would take {words.size(most)}."
     )
     heads = (
         "Step",
@@ -415,4 +434,12 @@ def _chains(steps: Sequence[StepRow]) -> list[Figure]:
         "Plain bytes / read bytes",
     )
     table = Table("What a restore reads", headings(*heads, n_text=0), tuple(rows))
-    return [Figure("What a restore reads", caption, (Picture(label, spec),), table, half=True)]
+    return [
+        Figure(
+            "What a restore reads",
+            Caption(caption, finding),
+            (Picture(label, spec),),
+            table,
+            half=True,
+        )
+    ]
