@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -234,6 +235,31 @@ def test_tooltips_show_names_as_text(opened: Opener) -> None:
         bar.hover()
         tooltip = page.locator("#vg-tooltip-element.visible")
         assert tooltip.locator("script, img, b, svg").count() == 0
+
+
+@in_browser
+def test_findings_that_are_nearly_empty(opened: Opener) -> None:
+    whole = everything(n_layers=1)
+    assert whole.series
+    assert whole.policy
+    assert whole.changes
+    empty = {"shape": (0, 4), "nbytes": 0, "planes": (), "bit_entropies": (), "layer": None}
+    row = replace(whole.tensors[0], **empty, levels={}, bound=Estimate(0))
+    sized = replace(whole.engines[0].rows[0], pack_gb_per_s=None, unpack_gb_per_s=None)
+    page = opened(render_html(findings(
+        shape="series",
+        sources=whole.sources[:1],
+        tensors=(row,),
+        exponents=(replace(whole.exponents[0], shares=()),),
+        series=replace(whole.series, steps=whole.series.steps[:1], gaps=(), step_sizes=(
+            replace(whole.series.step_sizes[0], median=math.inf, high=math.nan),
+        )),
+        policy=replace(whole.policy, rows=whole.policy.rows[:1], recommended=0),
+        engines=(replace(whole.engines[0], rows=(sized,)),),
+        memory=(replace(whole.memory[0], device_nbytes=None, host_nbytes=None),),
+        changes=replace(whole.changes, rows=whole.changes.rows[-2:]),
+    )))  # fmt: skip
+    assert page.locator("h2").all_inner_texts() == TITLES[1:]
 
 
 # Texts, without a browser.

@@ -26,6 +26,7 @@ from packhorse.reports.page.grouping import (
     weighted,
 )
 from packhorse.reports.page.outline import (
+    Caption,
     Cell,
     Column,
     Figure,
@@ -77,8 +78,9 @@ def bits(findings: Findings) -> Section:
     blocks: list[Figure | Table] = [_spent(tensors)]
     if any(row.bit_entropies for row in tensors):
         blocks.append(_heat(tensors))
-    if findings.exponents:
-        blocks.append(_exponents(_by_size(findings)))
+    exponents = _by_size(findings)
+    if exponents:
+        blocks.append(_exponents(exponents))
     if any(row.planes for row in tensors):
         blocks += [_planes(tensors), _modes(tensors)]
     return Section("bits", "Where the bits go", lead, (*blocks, _reasons(tensors), _all(tensors)))
@@ -143,7 +145,9 @@ def _spent(tensors: Sequence[TensorRow]) -> Figure:
         ),
         tuple(_spent_row(name, each) for name, each in groups.items()),
     )
-    return Figure("What an element is made of", caption, (Picture(label, spec),), table, _PIECES)
+    return Figure(
+        "What an element is made of", Caption(caption), (Picture(label, spec),), table, _PIECES
+    )
 
 
 def _noise(each: Group) -> float:
@@ -203,14 +207,22 @@ def _heat(tensors: Sequence[TensorRow]) -> Figure:
         "one is nearly always the same, and costs nothing once it is packed: there is what can be "
         "saved."
     )
+    finding = ""
     if len(panels) > len(shown):
-        caption += f" Of {len(panels)} groups of tensors, the {len(shown)} largest are shown."
+        finding = f"Of {len(panels)} groups of tensors, the {len(shown)} largest are shown."
     if len({row.source for row in tensors}) > 1:
         caption += " Layers of the same number in different models are averaged."
     legend = tuple(
         (f"heat{i}", f"{i / 10:.1f}" if i < 9 else "0.9 to 1 bit") for i in range(len(HEAT_COLORS))
     )
-    return Figure("Entropy of every bit", caption, pictures, _heat_table(shown), legend, across=3)
+    return Figure(
+        "Entropy of every bit",
+        Caption(caption, finding),
+        pictures,
+        _heat_table(shown),
+        legend,
+        across=3,
+    )
 
 
 _Rows = list[tuple[str, list[float]]]
@@ -312,7 +324,9 @@ def _exponents(exponents: Sequence[ExponentRow]) -> Figure:
         "a dozen values needs about 2.6. All plots have the same axis, so hills can be compared; "
         "it ends where fewer than one value in a thousand is left."
     )
-    return Figure("Exponents", caption, pictures, _exponent_table(exponents, titles), across=3)
+    return Figure(
+        "Exponents", Caption(caption), pictures, _exponent_table(exponents, titles), across=3
+    )
 
 
 def _by_size(findings: Findings) -> list[ExponentRow]:
@@ -414,7 +428,7 @@ def _planes(tensors: Sequence[TensorRow]) -> Figure:
     heads = headings("Plane", "Bits", "Entropy", "Reached")
     table = Table("Planes", heads, tuple(body))
     legend = (("teal", "packed"), ("pale", "saved"))
-    return Figure("Planes", caption, (Picture(label, spec),), table, legend, half=True)
+    return Figure("Planes", Caption(caption), (Picture(label, spec),), table, legend, half=True)
 
 
 def _modes(tensors: Sequence[TensorRow]) -> Figure:
@@ -443,7 +457,7 @@ def _modes(tensors: Sequence[TensorRow]) -> Figure:
     )
     table = Table("Modes", (Column("Plane"), Column("Chunks", True), Column("Modes")), tuple(body))
     legend = tuple((color, mode_words(mode)) for color, mode in zip(colors, known, strict=True))
-    return Figure("Modes", caption, (Picture(label, spec),), table, legend, half=True)
+    return Figure("Modes", Caption(caption), (Picture(label, spec),), table, legend, half=True)
 
 
 def mode_words(mode: str) -> str:
@@ -474,7 +488,7 @@ def _reasons(tensors: Sequence[TensorRow]) -> Table:
 
 def _why(row: TensorRow) -> tuple[str, str]:
     """Why a tensor is packed so, without the figures of that tensor, and how it is split."""
-    return re.sub(r" \d+(\.\d+)?(?=[ ,;]|$)", "", row.reason), row.split
+    return re.sub(r"( save)? \d+(\.\d+)?(?=[ ,;]|$)", "", row.reason), row.split
 
 
 def _all(tensors: Sequence[TensorRow]) -> Table:

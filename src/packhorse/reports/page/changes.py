@@ -9,6 +9,7 @@ from packhorse.reports.page.charts import Bar, Field, bars, columns
 from packhorse.reports.page.glance import size_figure
 from packhorse.reports.page.grouping import Sized
 from packhorse.reports.page.outline import (
+    Caption,
     Cell,
     Column,
     Figure,
@@ -85,7 +86,7 @@ def _counts(rows: Sequence[ChangeRow]) -> Figure:
         (Column("Change"), Column("Tensors", True), Column("Bytes", True)),
         tuple(body),
     )
-    return Figure("What happened to the tensors", caption, (Picture(label, spec),), table)
+    return Figure("What happened to the tensors", Caption(caption), (Picture(label, spec),), table)
 
 
 def _by_kind(rows: Sequence[ChangeRow]) -> Figure:
@@ -100,7 +101,7 @@ def _by_kind(rows: Sequence[ChangeRow]) -> Figure:
     ]
     sizes.sort(key=lambda row: -row.nbytes)
     caption = "Tensors that changed, as differences from the first model, by what they are for."
-    return size_figure("Differences by kind", caption, "Kind", sizes, half=True)
+    return size_figure("Differences by kind", Caption(caption), "Kind", sizes, half=True)
 
 
 def _by_layer(rows: Sequence[ChangeRow]) -> Figure:
@@ -140,7 +141,7 @@ def _by_layer(rows: Sequence[ChangeRow]) -> Figure:
     heads = headings("Layer", "Changed", "Plain", "Difference", "Ratio", n_text=0)
     table = Table("Changes by layer", heads, tuple(body))
     return Figure(
-        "Values that changed, by layer", caption, (Picture(label, spec),), table, half=True
+        "Values that changed, by layer", Caption(caption), (Picture(label, spec),), table, half=True
     )
 
 

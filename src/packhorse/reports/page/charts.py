@@ -52,7 +52,8 @@ BYTES: _Spec = {
 _DASHES = ((1, 0), (6, 3), (2, 3), (8, 3, 2, 3), (4, 4), (1, 2), (10, 4))
 _SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "triangle-right")
 _LABEL_NCHARS = 44
-_TEXT_WIDTH = 130  # pixels for texts behind bars
+# Pixels that texts behind bars take.
+_TEXT_MARGIN, _CHARACTER_WIDTH = 14, 7
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,13 @@ def chart(label: str, values: Iterable[_Spec], height: int, layers: Sequence[_Sp
         height: in pixels.
         layers: what is drawn from the data, the lowest first. One that would draw nothing is left
             out, because Vega warns of it.
+
+    Returns:
+        The specification; empty if there are no data.
     """
     known = list(values)
+    if not known:
+        return {}
     return {
         "description": label,
         "data": {"values": known},
@@ -183,7 +189,8 @@ def bars(
     y = rows_of(labels)
     scale: _Spec = {"domain": [0, longest], "nice": False}
     if outside:
-        scale["range"] = [0, {"expr": f"width - {_TEXT_WIDTH}"}]
+        room = _TEXT_MARGIN + _CHARACTER_WIDTH * max((len(row.text) for row in rows), default=0)
+        scale["range"] = [0, {"expr": f"max(width - {room}, 40)"}]
     shown = {"title": axis, "tickCount": 5} if axis else None
     x = quantity("from", axis or None, axis=shown, scale=scale)
     values = [
@@ -306,8 +313,8 @@ def lines(
     height: int = 260,
     more: Sequence[_Spec] = (),
 ) -> _Spec:
-    """Lines with points: objects with "x", "y" and "color" (the number of a colour), and with "low"
-    and "high" if there is an error.
+    """Lines with points: objects with "x", "y" and "color" (the number of a colour). Those whose
+    "error" is true have an upright line from "low" to "high".
 
     Args:
         label: what the plot shows, for people who do not see it.
@@ -331,7 +338,7 @@ def lines(
     point = {"type": "point", "filled": True, "size": size, "opacity": 1}
     layers = [
         *more,
-        layer({"type": "rule", "strokeWidth": 1.5}, "sure", x=x, color=color,
+        layer({"type": "rule", "strokeWidth": 1.5}, "error", x=x, color=color,
               y=y | {"field": "low"}, y2={"field": "high"}),
         layer({"type": "line", "strokeWidth": 2.25}, x=x, y=y, color=color,
               strokeDash=dash),
@@ -391,4 +398,5 @@ def heat_map(
         {"data": {"values": middle}}
         | layer({"type": "text", "y": -9, "fill": _SOFT}, x=x, text={"field": "part"}),
     ]
-    return chart(label, values, step * len(rows), layers) | {"padding": {"top": 22, "bottom": 4}}
+    spec = chart(label, values, step * len(rows), layers)
+    return spec | {"padding": {"top": 22, "bottom": 4}}

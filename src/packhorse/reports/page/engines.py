@@ -7,7 +7,16 @@ from typing import Any
 
 from packhorse.reports.page import words
 from packhorse.reports.page.charts import log_ticks
-from packhorse.reports.page.outline import Cell, Column, Figure, Note, Picture, Section, Table
+from packhorse.reports.page.outline import (
+    Caption,
+    Cell,
+    Column,
+    Figure,
+    Note,
+    Picture,
+    Section,
+    Table,
+)
 from packhorse.reports.results import EngineRow, EngineTable
 
 __all__ = ["engines_section"]
@@ -24,7 +33,7 @@ def engines_section(tables: Sequence[EngineTable]) -> Section:
     """The section "Against others"."""
     blocks: list[Figure | Table | Note] = []
     for table in tables:
-        blocks.append(_figure(table))
+        blocks.append(_figure(table) if any(map(_is_timed, table.rows)) else _table(table))
         if table.skipped:
             items = tuple(
                 f"{words.printable(name)}: {words.printable(reason)}"
@@ -38,6 +47,8 @@ def _lead(tables: Sequence[EngineTable]) -> tuple[str, ...]:
     rivals = [row for table in tables for row in table.rows if not row.is_ours and _is_timed(row)]
     ours = [row for table in tables for row in table.rows if row.is_ours and _is_timed(row)]
     lost, lose = (sum(row.loses for row in rows) for rows in (rivals, ours))
+    if not rivals:
+        return ("What other ways to pack take, on the same sample.",)
     text = f"{words.count(lost)} of {words.plural(len(rivals), 'other way')} lose"
     rest = ": one of ours packs shorter, packs faster and unpacks faster."
     rest += f" {words.count(lose)} of our own {len(ours)} lose to another." if lose else ""
@@ -70,8 +81,8 @@ def _ratio(row: EngineRow) -> float:
     return row.nbytes / row.packed_nbytes if row.packed_nbytes else 0.0
 
 
-def _caption(table: EngineTable) -> str:
-    text = "Higher is shorter, further right is faster, on one thread. "
+def _caption(table: EngineTable) -> Caption:
+    text = ""
     timed = [row for row in table.rows if _is_timed(row)]
     ours = [row.name for row in timed if row.is_ours and row.loses]
     rivals = [row.name for row in timed if not row.is_ours and not row.loses]
@@ -83,7 +94,7 @@ def _caption(table: EngineTable) -> str:
         text += f"Of our own ways, {words.listed(ours)} lose to another. "
     if any(not _is_timed(row) for row in table.rows):
         text += "Ways that were only sized are in the table."
-    return text.strip()
+    return Caption("Higher is shorter, further right is faster, on one thread.", text.strip())
 
 
 def _spec(label: str, rows: Sequence[EngineRow], key: str, what: str) -> dict[str, Any]:

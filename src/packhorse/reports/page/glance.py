@@ -8,6 +8,7 @@ from packhorse.reports.page import words
 from packhorse.reports.page.charts import BYTES, Bar, Field, bars, columns
 from packhorse.reports.page.grouping import LEVELS, Group, Sized, group, group_label, grouped
 from packhorse.reports.page.outline import (
+    Caption,
     Cell,
     Column,
     Figure,
@@ -35,6 +36,7 @@ _MAX_MODELS = 6
 _MAX_MODEL_BARS = 20
 # What has a smaller share of the bytes is not said to gain the most or the least.
 _LEAST_SHARE = 0.01
+_LEAST_GAIN = 0.002
 _MAX_LAYERS = 128
 _MAX_NARROW_LAYERS = 24
 
@@ -214,7 +216,7 @@ def _size_table(title: str, head: str, rows: Sequence[Sized]) -> Table:
 
 
 def size_figure(
-    title: str, caption: str, head: str, rows: Sequence[Sized], *, half: bool
+    title: str, caption: Caption, head: str, rows: Sequence[Sized], *, half: bool
 ) -> Figure:
     """Bars of bytes, packed and saved."""
     label = f"{title}: bars of packed and saved bytes. " + _in_words(rows)
@@ -242,18 +244,19 @@ def _levels(findings: Findings) -> Figure:
     return size_figure("By level", _level_caption(whole, findings), "Level", rows, half=False)
 
 
-def _level_caption(whole: Group, findings: Findings) -> str:
+def _level_caption(whole: Group, findings: Findings) -> Caption:
     of = {"series": "the newest checkpoint", "pair": "the second model"}.get(findings.shape)
-    text = f"Bytes of {of}, packed on its own. " if of else ""
-    text += "The shorter the solid part, the better. “fast” packs near the speed of a copy, "
-    text += "“max” takes the most time. "
+    reading = (
+        "The shorter the solid part, the better. “fast” packs near the speed of a copy, “max” "
+        "takes the most time."
+    )
+    finding = f"Bytes of {of}, packed on its own." if of else ""
     default, most = whole.levels["default"], whole.levels["max"]
     if not most.nbytes or not default.nbytes:
-        return text
+        return Caption(reading, finding)
     more = 1 - most.nbytes / default.nbytes
-    if more < 0.002:
-        return text + "Here “max” gains almost nothing over “default”."
-    return text + f"Here “max” takes {words.share(more)} less than “default”."
+    takes = "about as much as" if more < _LEAST_GAIN else f"{words.share(more)} less than"
+    return Caption(reading, f"{finding} Here “max” takes {takes} “default”.".strip())
 
 
 def _rows_by(groups: Mapping[str, Group]) -> list[Sized]:
@@ -269,7 +272,8 @@ def _by_kind(findings: Findings) -> Figure:
     rows = _rows_by(groups)[:_MAX_KINDS]
     caption = _best_caption(rows)
     if len(dtypes) == 1:
-        caption += f" All tensors are {words.shorten(dtypes.pop())}."
+        finding = f"{caption.finding} All tensors are {words.shorten(dtypes.pop())}."
+        caption = caption._replace(finding=finding.strip())
     return size_figure("By kind of tensor", caption, "Kind", rows, half=True)
 
 
@@ -280,21 +284,23 @@ def _by_dtype(findings: Findings) -> list[Figure]:
     return [size_figure("By dtype", _best_caption(rows), "Dtype", rows, half=True)]
 
 
-def _best_caption(rows: Sequence[Sized]) -> str:
+def _best_caption(rows: Sequence[Sized]) -> Caption:
     """Which of the larger rows gain the most and the least."""
-    text = "The largest first, at the level “default”."
+    reading = "The largest first, at the level “default”."
     whole = sum(row.nbytes for row in rows)
     large = [row for row in rows if row.nbytes >= _LEAST_SHARE * whole]
     if len(large) < 2:
-        return text
+        return Caption(reading)
     by_ratio = sorted(large, key=lambda row: row.nbytes / max(row.packed.nbytes, 1))
     worst, best = by_ratio[0], by_ratio[-1]
     low, high = (words.ratio(row.nbytes, row.packed.nbytes) for row in (worst, best))
     if low == high:
-        return f"{text} All gain the same."
+        return Caption(reading, "All gain the same.")
     most, least = words.shorten(best.label), words.shorten(worst.label)
-    gained = f"The most is gained by {most} ({high} times smaller), the least by {least} ({low})."
-    return f"{text} {gained}"
+    return Caption(
+        reading,
+        f"The most is gained by {most} ({high} times smaller), the least by {least} ({low}).",
+    )
 
 
 def _sources(findings: Findings) -> Table:
@@ -364,7 +370,9 @@ def _by_layer(findings: Findings) -> list[Figure]:
     # Beside "By kind of tensor", if nothing else is there.
     one_dtype = len({row.dtype for row in findings.tensors}) == 1
     half = one_dtype and len(pictures) == 1 and len(rows) <= _MAX_NARROW_LAYERS
-    return [Figure("By layer", caption, tuple(pictures), table, PACKED_AND_SAVED, half=half)]
+    return [
+        Figure("By layer", Caption(caption), tuple(pictures), table, PACKED_AND_SAVED, half=half)
+    ]
 
 
 def _layer_picture(title: str, layers: Mapping[int, Group]) -> Picture:

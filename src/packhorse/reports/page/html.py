@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from base64 import b64encode
 from functools import cache
@@ -137,9 +138,12 @@ def _json(data: Any) -> str:
 
 
 def _printable(value: Any) -> Any:
-    """A value of JSON whose texts are printable and not too long for a plot."""
+    """A value of JSON whose texts are printable and not too long for a plot, and whose numbers are
+    finite."""
     if isinstance(value, str):
         return words.shorten(value, _MAX_TEXT_NCHARS)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     if isinstance(value, dict):
         return {key: _printable(item) for key, item in value.items()}
     return [_printable(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,4 +1,4 @@
-"""Draws a report as Markdown: the same sentences and captions, and the tables in short."""
+"""Draws a report as Markdown: the same sentences and findings, and the tables in short."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def _section(section: Section) -> Iterator[str]:
             continue
         yield f"### {_text(block.title)}"
         if isinstance(block, Figure):
-            yield _text(block.caption)
+            if block.caption.finding:
+                yield _text(block.caption.finding)
             block = block.table
         yield from _table(block)
 
@@ -66,10 +67,9 @@ def _sentence(parts: Sentence) -> str:
 
 def _table(table: Table) -> Iterator[str]:
     order = range(len(table.rows))
-    largest = sorted(order, key=lambda at: -table.sizes[at]) if table.sizes else list(order)
+    first = max((table.marked or 0) - _MAX_ROWS // 2, 0)
+    largest = sorted(order, key=lambda at: -table.sizes[at]) if table.sizes else order[first:]
     kept = sorted(largest[:_MAX_ROWS])
-    if table.marked is not None and table.marked not in kept:
-        kept.append(table.marked)
     lines = [
         _row([_text(column.title.strip()) for column in table.columns]),
         "|" + "|".join("--:" if column.numeric else "---" for column in table.columns) + "|",
@@ -81,8 +81,8 @@ def _table(table: Table) -> Iterator[str]:
         lines.append(_row(cells))
     yield "\n".join(lines)
     if len(kept) < len(table.rows):
-        which = "largest" if table.sizes else "first"
-        yield f"The {which} {len(kept)} of {words.count(len(table.rows))} rows."
+        which = "The largest " if table.sizes else "The first " if not first else ""
+        yield f"{which}{len(kept)} of {words.count(len(table.rows))} rows."
 
 
 def _row(cells: list[str]) -> str:

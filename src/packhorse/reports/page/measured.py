@@ -43,18 +43,8 @@ def measured(findings: Findings) -> Section:
 
 
 def _sentences(findings: Findings) -> tuple[str, ...]:
-    how = (
-        "Everything was measured: no figure is an estimate."
-        if findings.settings.full
-        else "Sizes are estimates from a sample of "
-        f"{words.size(findings.settings.sample_nbytes)} of each source at most, spread over each "
-        "tensor in runs. What stands behind ± says how far off a figure may be: two standard "
-        "errors of sampling (if the sample were drawn again, 19 of 20 results would lie within "
-        "them), and up to 0.2 % because the runs of a sample are packed together. The errors of "
-        "tensors are added up."
-    )
     return (
-        how,
+        _sample(findings),
         "A ratio is original bytes / packed bytes, headers included: 1.50 means that two thirds "
         "are left. Sizes are in decimal units, 1 GB is 1,000,000,000 bytes.",
         "Packing is lossless: every bit comes back, those of NaN and of negative zero included.",
@@ -67,6 +57,25 @@ def _sentences(findings: Findings) -> tuple[str, ...]:
         "coder where it gains, “max” tries every model that the format has.",
         "A difference is the number of representable values between a value and that of the same "
         "place in the checkpoint before. It is used where it is shorter than the whole tensor.",
+    )
+
+
+def _sample(findings: Findings) -> str:
+    """How much was looked at, and how sure that makes the figures."""
+    if findings.settings.full:
+        return "Everything was measured: no figure is an estimate."
+    size = words.size(findings.settings.sample_nbytes)
+    if all(row.sampled_nbytes >= row.nbytes for row in findings.tensors):
+        return (
+            f"A sample of {size} of each source was asked for, and the tensors described here are "
+            "smaller than that, so they were measured whole."
+        )
+    return (
+        f"Sizes are estimates from a sample of {size} of each source at most, spread over each "
+        "tensor in runs. What stands behind ± says how far off a figure may be: two standard "
+        "errors of sampling (if the sample were drawn again, 19 of 20 results would lie within "
+        "them), and up to 0.2 % because the runs of a sample are packed together. The errors of "
+        "tensors are added up."
     )
 
 

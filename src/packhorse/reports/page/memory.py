@@ -10,6 +10,7 @@ from packhorse.reports.page.charts import BYTES, Field, columns
 from packhorse.reports.page.glance import PACKED_AND_SAVED, size_figure
 from packhorse.reports.page.grouping import Sized, weighted
 from packhorse.reports.page.outline import (
+    Caption,
     Cell,
     Column,
     Figure,
@@ -101,7 +102,9 @@ def _by_layer(rows: Sequence[MemoryRow]) -> Figure:
     caption = "Matrices of BF16 in codes of a fixed length, so that any row is found at once. "
     caption += "They take more than in a file, and far less than plain."
     table = Table("Memory by layer", heads, tuple(body))
-    return Figure("By layer", caption, (Picture(label, spec),), table, PACKED_AND_SAVED, half=True)
+    return Figure(
+        "By layer", Caption(caption), (Picture(label, spec),), table, PACKED_AND_SAVED, half=True
+    )
 
 
 def _excepted(rows: Sequence[MemoryRow]) -> float:
@@ -128,9 +131,10 @@ def _exceptions(rows: Sequence[MemoryRow]) -> Figure:
         [Field("layer", "Layer"), Field("share", "Exceptions")],
         axis={"format": "~%", "tickCount": 5},
     )  # fmt: skip
-    caption = (
+    caption = Caption(
         "Elements whose exponent is outside of their row's window, and which are kept aside. They "
-        f"cost bytes and time. Layer {worst} has the most: {words.share(layers[worst])}."
+        "cost bytes and time.",
+        f"Layer {worst} has the most: {words.share(layers[worst])}.",
     )
     heads = (Column("Layer", True), Column("Exceptions", True))
     body = tuple(
@@ -147,7 +151,7 @@ def _tables(rows: Sequence[MemoryRow]) -> Figure:
         "Tables in the memory of the host, whose rows are fetched one by one and decoded where "
         "they are needed. What is saved in memory is saved on the way to the GPU as well."
     )
-    return size_figure("Tables in host memory", caption, "Table", sizes, half=False)
+    return size_figure("Tables in host memory", Caption(caption), "Table", sizes, half=False)
 
 
 def _all(rows: Sequence[MemoryRow]) -> Table:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = [
+    "Caption",
     "Cell",
     "Column",
     "Figure",
@@ -102,13 +103,25 @@ class Picture:
 
     Attributes:
         label: what it shows, for people who do not see it.
-        spec: the specification for Vega-Lite or Vega.
+        spec: the specification for Vega-Lite or Vega; empty if there is nothing to draw.
         title: the heading above it; empty if the figure has no other picture.
     """
 
     label: str
     spec: dict[str, Any]
     title: str = ""
+
+
+class Caption(NamedTuple):
+    """What stands below a figure.
+
+    Attributes:
+        reading: how to read its pictures.
+        finding: what they show this time, in words; empty if there is nothing to say.
+    """
+
+    reading: str
+    finding: str = ""
 
 
 @dataclass(frozen=True)
@@ -126,7 +139,7 @@ class Figure:
     """
 
     title: str
-    caption: str
+    caption: Caption
     pictures: tuple[Picture, ...]
     table: Table
     legend: tuple[tuple[str, str], ...] = ()
@@ -169,7 +182,6 @@ class Section:
     left: float | None = None
 
     def pictures(self) -> Iterator[Picture]:
-        """All pictures, in order."""
-        for block in self.blocks:
-            if isinstance(block, Figure):
-                yield from block.pictures
+        """All pictures that show something, in order."""
+        figures = [block for block in self.blocks if isinstance(block, Figure)]
+        yield from (picture for each in figures for picture in each.pictures if picture.spec)

@@ -69,9 +69,9 @@
     typeof a === "number" && typeof b === "number" ? a - b : order.compare(a, b);
 
   const sort = (table, rows, column, header) => {
-    const up = header.getAttribute("aria-sort") === "descending" || !header.matches(".n, [aria-sort]");
-    const down = header.getAttribute("aria-sort") !== "descending" && header.classList.contains("n");
-    const ascending = down ? false : up || header.getAttribute("aria-sort") !== "ascending";
+    // Numbers begin with the largest, texts with the first.
+    const was = header.getAttribute("aria-sort");
+    const ascending = was ? was === "descending" : !header.classList.contains("n");
     const keyed = rows.map((row) => [valueOf(row, column), row]);
     keyed.sort(([a], [b]) => (ascending ? compare(a, b) : compare(b, a)));
     rows.splice(0, rows.length, ...keyed.map(([, row]) => row));

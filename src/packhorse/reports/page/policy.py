@@ -8,6 +8,7 @@ from typing import Any
 from packhorse.reports.page import words
 from packhorse.reports.page.charts import BYTES, Field, layer, log_ticks, points, quantity, tips
 from packhorse.reports.page.outline import (
+    Caption,
     Cell,
     Figure,
     Note,
@@ -100,7 +101,7 @@ def _figure(policy: Policy) -> Figure:
     )
     return Figure(
         "Bytes and restores",
-        caption,
+        Caption(caption),
         (Picture(label, _spec(label, values, len(shown))),),
         _table(policy),
         legend,

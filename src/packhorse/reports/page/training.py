@@ -9,6 +9,7 @@ from packhorse.reports.page import words
 from packhorse.reports.page.charts import BYTES, Field, columns, lines, log_ticks, quantity
 from packhorse.reports.page.grouping import group_label
 from packhorse.reports.page.outline import (
+    Caption,
     Cell,
     Column,
     Figure,
@@ -29,6 +30,8 @@ _MAX_TICKS = 9
 _MANY = 6
 # Kinds of a smaller share of the bytes are in the table, but in no picture.
 _LEAST_SHARE = 0.002
+# The same for values of one exponent.
+_LEAST_EXPONENT_SHARE = 1e-5
 
 
 def training(series: Series) -> Section:
@@ -133,7 +136,7 @@ def _ratios(steps: Sequence[StepRow]) -> Figure:
     )
     table = Table("Checkpoints", headings(*heads, n_text=0), rows)
     legend = (("grey line-0", "on its own"), ("teal line-1", "as a difference"))
-    return Figure("Ratio by step", caption, (Picture(label, spec),), table, legend)
+    return Figure("Ratio by step", Caption(caption), (Picture(label, spec),), table, legend)
 
 
 def _ratio_value(step: StepRow, color: int, how: str, packed: Estimate) -> dict[str, Any]:
@@ -142,7 +145,7 @@ def _ratio_value(step: StepRow, color: int, how: str, packed: Estimate) -> dict[
     return {
         "x": step.step, "y": ratio, "color": color, "how": how, "step": words.count(step.step),
         "ratio": words.ratio_error(step.nbytes, packed), "size": words.estimate(packed),
-        "sure": off > 0, "low": ratio - off, "high": ratio + off,
+        "error": off > 0, "low": ratio - off, "high": ratio + off,
     }  # fmt: skip
 
 
@@ -183,7 +186,7 @@ def _kinds(steps: Sequence[StepRow]) -> Figure:
     legend = tuple((f"{SERIES_COLORS[color]} line-{color}", kind) for kind, color in series.items())
     across = min(len(pictures), 3)
     return Figure(
-        "Differences by kind", caption, tuple(pictures), _kind_table(steps), legend,
+        "Differences by kind", Caption(caption), tuple(pictures), _kind_table(steps), legend,
         across=across, half=across == 1,
     )  # fmt: skip
 
@@ -254,12 +257,20 @@ def _unchanged(steps: Sequence[StepRow]) -> Figure:
         "the distance to the next value of a short format is lost in rounding, so more and more "
         "values stay as they are when the learning rate falls."
     )
+    finding = ""
     if max((value["y"] for value in values), default=0.0) < 0.001:
-        caption += " Here nearly every value changes from one checkpoint to the next."
+        finding = "Nearly every value changes from one checkpoint to the next."
     legend = tuple((f"{SERIES_COLORS[i]} line-{i}", role) for i, role in enumerate(roles))
     heads = (Column("Step", True), *(Column(role.capitalize(), True) for role in roles))
     table = Table("Share of values that did not change", heads, tuple(rows))
-    return Figure("Values that stay", caption, (Picture(label, spec),), table, legend, half=True)
+    return Figure(
+        "Values that stay",
+        Caption(caption, finding),
+        (Picture(label, spec),),
+        table,
+        legend,
+        half=True,
+    )
 
 
 def _unchanged_of(step: StepRow, role: str) -> float | None:
@@ -275,42 +286,47 @@ def _unchanged_of(step: StepRow, role: str) -> float | None:
 
 
 def _step_sizes(rows: Sequence[StepSizeRow]) -> Figure:
-    series = list(dict.fromkeys((row.role, row.dtype) for row in rows))[: len(SERIES_COLORS)]
-    values: list[dict[str, Any]] = [
-        {
-            "x": row.exponent, "y": row.median + 1, "color": series.index((row.role, row.dtype)),
-            "role": f"{row.role} · {row.dtype}", "power": f"2^{row.exponent}",
-            "median": words.digits(row.median), "high": words.digits(row.high),
-            "share": words.share(row.share), "sure": True, "low": row.median + 1,
-            "high1": row.high + 1,
-        }
+    labels = list(dict.fromkeys(f"{row.role} · {row.dtype}" for row in rows))
+    labels = labels[: len(SERIES_COLORS)]
+    values = [
+        _step_size(row, labels.index(f"{row.role} · {row.dtype}"))
         for row in rows
-        if (row.role, row.dtype) in series and row.share > 1e-5
-    ]  # fmt: skip
-    for value in values:
-        value["low"], value["high"], value["highs"] = value["y"], value.pop("high1"), value["high"]
+        if f"{row.role} · {row.dtype}" in labels and row.share > _LEAST_EXPONENT_SHARE
+    ]
     fields = [
         Field("role", "Of"), Field("power", "Values from"), Field("share", "Share of values"),
-        Field("median", "Half moved at most"), Field("highs", "Nine tenths moved at most"),
+        Field("median", "Half moved at most"), Field("most", "Nine tenths moved at most"),
     ]  # fmt: skip
     label = "How many representable values a value moved in the last step, by its exponent."
     ticks = log_ticks([value[end] for value in values for end in ("low", "high")])
     axis = {"values": ticks, "format": "~s"}
     y = quantity("y", "representable values, + 1", scale={"type": "log"}, axis=axis)
-    x = quantity(
-        "x",
-        "power of two of the value",
-        scale={"zero": False},
-        axis={"grid": False, "tickCount": 8},
-    )
-    colors = SERIES_COLORS[: len(series)]
-    spec = lines(label, values, colors, x, y, fields, height=280)
+    x_axis = {"grid": False, "tickCount": 8}
+    x = quantity("x", "power of two of the value", scale={"zero": False}, axis=x_axis)
+    spec = lines(label, values, SERIES_COLORS[: len(labels)], x, y, fields, height=280)
     caption = (
         "Points are medians, lines reach to nine tenths of the values. An optimizer moves all "
         "weights by about the same amount; where values are large, that is few representable "
         "values, and where they are small, many. So the size of a value tells the size of its "
         "step, and the code for differences needs fewer bits if it knows the base's exponent."
     )
+    legend = tuple((f"{SERIES_COLORS[i]} line-{i}", text) for i, text in enumerate(labels))
+    return Figure(
+        "How far values move", Caption(caption), (Picture(label, spec),), _step_size_table(rows),
+        legend, half=True,
+    )  # fmt: skip
+
+
+def _step_size(row: StepSizeRow, color: int) -> dict[str, Any]:
+    return {
+        "x": row.exponent, "y": row.median + 1, "color": color, "error": True,
+        "low": row.median + 1, "high": row.high + 1, "role": f"{row.role} · {row.dtype}",
+        "power": f"2^{row.exponent}", "share": words.share(row.share),
+        "median": words.digits(row.median), "most": words.digits(row.high),
+    }  # fmt: skip
+
+
+def _step_size_table(rows: Sequence[StepSizeRow]) -> Table:
     heads = ("Of", "Exponent", "Share of values", "Half moved at most", "Nine tenths moved at most")
     body = tuple(
         (
@@ -322,12 +338,7 @@ def _step_sizes(rows: Sequence[StepSizeRow]) -> Figure:
         )
         for row in rows
     )
-    table = Table("Sizes of steps", headings(*heads), body)
-    legend = tuple(
-        (f"{SERIES_COLORS[i]} line-{i}", f"{role} · {dtype}")
-        for i, (role, dtype) in enumerate(series)
-    )
-    return Figure("How far values move", caption, (Picture(label, spec),), table, legend, half=True)
+    return Table("Sizes of steps", headings(*heads), body)
 
 
 def _gaps(series: Series) -> Figure:
@@ -335,7 +346,7 @@ def _gaps(series: Series) -> Figure:
     values = [
         {"x": gap, "y": packed.nbytes, "color": 0, "gap": words.count(gap),
          "size": words.estimate(packed), "ratio": words.ratio_error(last.nbytes, packed),
-         "sure": packed.error > 0, "low": packed.nbytes - packed.error,
+         "error": packed.error > 0, "low": packed.nbytes - packed.error,
          "high": packed.nbytes + packed.error}
         for gap, packed in series.gaps
     ]  # fmt: skip
@@ -348,14 +359,14 @@ def _gaps(series: Series) -> Figure:
     x = _step_axis((gap for gap, _ in series.gaps), "steps between")
     spec = lines(label, values, ["teal"], x, y, fields, more=[full])
     pays = [gap for gap, packed in series.gaps if packed.nbytes < 0.95 * last.full.nbytes]
-    caption = "The dashed line is the checkpoint on its own. "
+    caption = "The dashed line is the checkpoint on its own."
     if not pays:
-        caption += "No difference is worth its base here."
+        finding = "No difference is worth its base here."
     elif len(pays) == len(series.gaps):
-        caption += "A difference pays at every gap that was tried: it saves a twentieth or more."
+        finding = "A difference pays at every gap that was tried: it saves a twentieth or more."
     else:
         gap = words.count(max(pays))
-        caption += f"Up to a gap of {gap} steps, a difference saves a twentieth or more."
+        finding = f"Up to a gap of {gap} steps, a difference saves a twentieth or more."
     rows = tuple(
         (
             words.count_cell(gap),
@@ -367,7 +378,14 @@ def _gaps(series: Series) -> Figure:
     heads = headings("Steps between", "Difference", "Ratio", n_text=0)
     table = Table("Differences by gap", heads, rows)
     legend = (("teal line-0", "as a difference"), ("soft dashed", "on its own"))
-    return Figure("How far apart", caption, (Picture(label, spec),), table, legend, half=True)
+    return Figure(
+        "How far apart",
+        Caption(caption, finding),
+        (Picture(label, spec),),
+        table,
+        legend,
+        half=True,
+    )
 
 
 def _chains(steps: Sequence[StepRow]) -> list[Figure]:
@@ -402,8 +420,11 @@ def _chains(steps: Sequence[StepRow]) -> list[Figure]:
     longest = max(step.max_deltas or 0 for step in known)
     caption = (
         "A snapshot that is a difference needs those it builds on, so a restore reads more the "
-        f"longer the chain is. The longest one here has {words.plural(longest, 'difference')}. A "
-        f"plain checkpoint would read {words.size(most)}."
+        "longer the chain is."
+    )
+    finding = (
+        f"The longest chain has {words.plural(longest, 'difference')}. The largest plain "
+        f"checkpoint would take {words.size(most)}."
     )
     heads = (
         "Step",
@@ -413,4 +434,12 @@ def _chains(steps: Sequence[StepRow]) -> list[Figure]:
         "Plain bytes / read bytes",
     )
     table = Table("What a restore reads", headings(*heads, n_text=0), tuple(rows))
-    return [Figure("What a restore reads", caption, (Picture(label, spec),), table, half=True)]
+    return [
+        Figure(
+            "What a restore reads",
+            Caption(caption, finding),
+            (Picture(label, spec),),
+            table,
+            half=True,
+        )
+    ]
