@@ -10,7 +10,6 @@ imported at first use.
 
 from typing import TYPE_CHECKING, Any
 
-from packhorse.disk.cluster import FileReport, ManyResult, pack_many, unpack_many, verify_many
 from packhorse.disk.container import (
     logical_nbytes,
     pack_file,
@@ -55,6 +54,13 @@ from packhorse.disk.verify import verify_file
 from packhorse.late_import import late_name
 
 if TYPE_CHECKING:
+    from packhorse.disk.cluster import (
+        FileReport,
+        ManyResult,
+        pack_many,
+        unpack_many,
+        verify_many,
+    )
     from packhorse.disk.dcp import PackhorseReader, PackhorseWriter
     from packhorse.disk.shelf.dataset import ShelfDataset
 
@@ -109,9 +115,14 @@ __all__ = [
 
 
 _MODULES = {
+    "FileReport": "cluster",
+    "ManyResult": "cluster",
     "PackhorseReader": "dcp",
     "PackhorseWriter": "dcp",
     "ShelfDataset": "shelf.dataset",
+    "pack_many": "cluster",
+    "unpack_many": "cluster",
+    "verify_many": "cluster",
 }
 
 

@@ -8,8 +8,6 @@ of this machine. Each is one error that names the workers.
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import os
 import signal
 import time
@@ -38,6 +36,7 @@ __all__ = [
 LOCAL = "local"  # in the place of an address: a cluster of processes of this machine
 _PATIENCE_S = 10  # for a scheduler to answer, and for a first worker
 _LOGGERS = "distributed"
+_CRITICAL = 50  # a level of logging
 _N_NAMED = 3  # workers or paths in a message
 
 
@@ -87,8 +86,9 @@ def quieten() -> None:
     """Keep what Dask logs off standard error from now on, for programs whose every line is their
     own: what matters is raised. A client can log even after it was closed."""
     dask()
+    logging: Any = import_late("logging")
     for name in [name for name in logging.root.manager.loggerDict if name.startswith(_LOGGERS)]:
-        logging.getLogger(name).setLevel(logging.CRITICAL + 1)  # each has a handler of its own
+        logging.getLogger(name).setLevel(_CRITICAL + 1)  # each has a handler of its own
 
 
 class _Gone(OSError):
@@ -128,7 +128,7 @@ def _local_cluster(library: Any) -> Any:
         threads_per_worker=1,
         processes=True,
         dashboard_address="127.0.0.1:0",
-        silence_logs=logging.CRITICAL,
+        silence_logs=_CRITICAL,
     )
 
 
@@ -154,7 +154,7 @@ def _ask_scheduler(library: Any, address: str) -> None:
     try:
         # In a thread, because this one may have a loop that runs, as in a notebook.
         with ThreadPoolExecutor(1) as pool:
-            about = pool.submit(asyncio.run, _versions_at(library, address)).result()
+            about = pool.submit(import_late("asyncio").run, _versions_at(library, address)).result()
     except ValueError as error:
         raise ValueError(
             f"{address}: not the address of a scheduler ({error}); name it as in "
@@ -170,9 +170,9 @@ def _ask_scheduler(library: Any, address: str) -> None:
 
 async def _versions_at(library: Any, address: str) -> Any:
     arguments = library.Security().get_connection_args("client")
-    async with asyncio.timeout(_PATIENCE_S):
-        async with library.rpc(address, connection_args=arguments) as scheduler:
-            return await scheduler.versions(packages=[])
+    timeout = import_late("asyncio").timeout(_PATIENCE_S)
+    async with timeout, library.rpc(address, connection_args=arguments) as scheduler:
+        return await scheduler.versions(packages=[])
 
 
 def check_cluster(client: Any, paths: Sequence[Path] = ()) -> None:

@@ -16,11 +16,11 @@ finished.
 
 from __future__ import annotations
 
+import os
 import queue
 import sys
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -152,7 +152,7 @@ class _OnCluster(Generic[_Task]):
         self._running: dict[str, tuple[_Task, Any]] = {}  # by key: the task and its future
         self._alive = time.monotonic()
         self._room = 0
-        self._name = uuid.uuid4().hex
+        self._name = os.urandom(16).hex()
 
     def __iter__(self) -> Iterator[Outcome[_Task]]:
         try:
