@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,8 @@ from findings_samples import (
     nothing,
 )
 
+import packhorse.reports.page.html as html_module
+from packhorse.errors import MissingBackendError
 from packhorse.reports.page import render_html, render_markdown
 from packhorse.reports.page.words import printable, shorten
 from packhorse.reports.report import Report
@@ -36,6 +39,7 @@ TITLES = [
     "Packed in memory", "What changed", "How this was measured",
 ]  # fmt: skip
 WHOLE = everything(n_layers=11)
+NOT_CACHED = html_module._vega.__wrapped__
 PHONE, DESKTOP = (390, 844), (1440, 900)
 # Every plot with its own width and that of its place, which it must not leave.
 PLOTS = """[...document.querySelectorAll("[data-plot]")].map((place) => {
@@ -334,6 +338,14 @@ def test_a_model_that_gains_nothing() -> None:
     )
     text = render_html(findings(tensors=tensors, sources=whole.sources[:1]))
     assert "(no gain)" in text
+
+
+@each("name", ["jinja2", "vl_convert"])
+def test_without_a_package_the_error_names_the_extra(monkeypatch: Any, name: str) -> None:
+    monkeypatch.setattr(html_module, "_vega", NOT_CACHED)
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingBackendError, match=r"pip install 'packhorse\[report\]'"):
+        render_html(WHOLE)
 
 
 # Reports.
