@@ -289,7 +289,7 @@ def _assumptions(
         "(from a GPU the copy takes as long as its bus needs), and for a snapshot that is not "
         "packed when the next is due. Packing in the background may slow down a job that uses all "
         "cores.",
-        "Bases of deltas are unpacked again for each snapshot; with `cache_nbytes=` they stay in "
+        "Bases of deltas are unpacked again for each snapshot; with cache_nbytes= they stay in "
         "memory, and packing takes less time.",
     ]  # fmt: skip
     return [*words, *_of_steps(model, rows, measured_step, hours)]

@@ -108,7 +108,8 @@ class SourceRow:
         n_tensors: how many tensors it has.
         nbytes: bytes of the tensors, unpacked.
         packed_nbytes: bytes that it takes as it lies there, if it is packed; otherwise None. Equals
-            what `packhorse inspect` says of a file.
+            what `packhorse inspect` says of a file. Of a snapshot, the bytes that a restore reads,
+            some of which other snapshots share.
     """
 
     name: str

@@ -304,12 +304,13 @@ def _best_caption(rows: Sequence[Sized]) -> Caption:
 
 
 def _sources(findings: Findings) -> Table:
+    is_store = all(source.form == "snapshot" for source in findings.sources)
     heads = (
         Column("Source"),
         Column("What it is"),
         Column("Tensors", True),
         Column("Plain", True),
-        Column("As it lies there", True),
+        Column("What a restore reads" if is_store else "As it lies there", True),
         Column("Path"),
     )
     rows = tuple(
