@@ -13,15 +13,16 @@ needs the packages of the extra `test`.
 
 import argparse
 import json
-import logging
 import shutil
+import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -159,10 +160,27 @@ def overhead(folder: Path) -> Result:
     }
 
 
+@contextmanager
+def s3_server() -> Iterator[str]:
+    """The address of a server of moto, in a process of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            while True:
+                with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                    break
+                time.sleep(0.1)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+
+
 def requests(folder: Path) -> list[Result]:
-    """The requests that files of several sizes make."""
+    """The requests that files of several sizes make, and the time of processors that they take."""
     import s3fs
-    from moto.server import ThreadedMotoServer
 
     counts: Counter[str] = Counter()
     send = s3fs.S3FileSystem._call_s3
@@ -171,45 +189,49 @@ def requests(folder: Path) -> list[Result]:
         counts[method] += 1
         return await send(self, method, *args, **options)
 
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server.start()
     s3fs.S3FileSystem._call_s3 = count
     try:
-        address = f"http://127.0.0.1:{server.get_host_and_port()[1]}"
-        options = {"key": "x", "secret": "y", "endpoint_url": address}
-        fs = s3fs.S3FileSystem(**options)
-        fs.mkdir("bucket")
-        rows = []
-        for name, parts in (("tiny", 1), ("bf16", 1), ("fp32", 1), ("fp32", 3)):
-            path = folder / "model.safetensors"
-            if name == "tiny":
-                safetensors.numpy.save_file({"w": np.ones(64, np.float32)}, path)
-            else:
-                sets.write_model_file(name, path)
-            nbytes = path.stat().st_size
-            fs.put(str(path), f"bucket/{name}{parts}.safetensors")
-            for verb in ("packed", "skipped"):
-                counts.clear()
-                (report,) = pack_many(
-                    [f"s3://bucket/{name}{parts}.safetensors"],
-                    storage_options=options,
-                    part_nbytes=-(-nbytes // parts) if parts > 1 else 1 << 31,
-                )
-                assert report.status == verb, report
-                rows.append(
-                    {
-                        "file": name,
-                        "nbytes": nbytes,
-                        "n_parts": report.n_parts,
-                        "status": verb,
-                        "requests": dict(sorted(counts.items())),
-                    }
-                )
-        return rows
+        with s3_server() as address:
+            return _requests(folder, address, counts)
     finally:
         s3fs.S3FileSystem._call_s3 = send
-        server.stop()
+
+
+def _requests(folder: Path, address: str, counts: Counter[str]) -> list[Result]:
+    import s3fs
+
+    options = {"key": "x", "secret": "y", "endpoint_url": address}
+    fs = s3fs.S3FileSystem(**options)
+    fs.mkdir("bucket")
+    rows = []
+    for name, parts in (("tiny", 1), ("bf16", 1), ("fp32", 1), ("fp32", 3)):
+        path = folder / "model.safetensors"
+        if name == "tiny":
+            safetensors.numpy.save_file({"w": np.ones(64, np.float32)}, path)
+        else:
+            sets.write_model_file(name, path)
+        nbytes = path.stat().st_size
+        fs.put(str(path), f"bucket/{name}{parts}.safetensors")
+        for verb in ("packed", "skipped"):
+            counts.clear()
+            before = time.process_time()
+            (report,) = pack_many(
+                [f"s3://bucket/{name}{parts}.safetensors"],
+                storage_options=options,
+                part_nbytes=-(-nbytes // parts) if parts > 1 else 1 << 31,
+            )
+            assert report.status == verb, report
+            rows.append(
+                {
+                    "file": name,
+                    "nbytes": nbytes,
+                    "n_parts": report.n_parts,
+                    "status": verb,
+                    "processor_seconds": time.process_time() - before,
+                    "requests": dict(sorted(counts.items())),
+                }
+            )
+    return rows
 
 
 def main(argv: list[str]) -> int:
