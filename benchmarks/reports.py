@@ -177,6 +177,7 @@ def measure() -> dict[str, Any]:
             rows.append(asdict(row))
     figures.end(result)
     return result | {
+        "kind": "reports",
         "date": datetime.now(UTC).date().isoformat(),
         "path": process.code_path(),
         "versions": {name: version(name) for name in ("packhorse", "numpy", "vl-convert-python")},

@@ -110,6 +110,7 @@ class _Progress:
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {
+        "kind": "study",
         "date": datetime.now(UTC).date().isoformat(),
         "versions": {name: version(name) for name in PACKAGES},
         "path": Isa(choose_isa()).name.lower(),
