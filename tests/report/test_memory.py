@@ -76,6 +76,8 @@ def test_a_model_takes_in_memory_what_the_report_says(model: Path) -> None:
         assert row.device_nbytes is not None
         assert (row.device_nbytes.nbytes, row.device_nbytes.error) == (weight.nbytes, 0)
         assert row.device_note.startswith(weight.format)
+        assert row.formats[weight.format].nbytes == row.device_nbytes
+        assert row.formats["W11"].exceptions > row.formats["W12"].exceptions
         assert row.exceptions is not None
         assert 0 < row.exceptions < 0.01
         assert row.layer == (int(weight.name.split(".")[2]) if "layer" in weight.name else None)

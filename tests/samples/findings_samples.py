@@ -16,6 +16,7 @@ from packhorse.reports.results import (
     Estimate,
     ExponentRow,
     Findings,
+    MemoryFormat,
     MemoryRow,
     PlaneRow,
     Policy,
@@ -350,6 +351,12 @@ def _memory(tensors: Sequence[TensorRow]) -> tuple[MemoryRow, ...]:
                 Estimate(round(row.nbytes * 0.72)) if is_table else None,
                 "codes of three columns in 10 bits" if is_table else "no table",
                 0.71 if is_table else None,
+                {
+                    name: MemoryFormat(Estimate(round(row.nbytes * share)), exceptions)
+                    for name, share, exceptions in (("W12", 0.751, 2e-4), ("W11", 0.722, 0.01))
+                }
+                if is_matrix
+                else {},
             )
         )  # fmt: skip
     return tuple(rows)

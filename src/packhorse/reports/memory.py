@@ -10,8 +10,9 @@ other bytes follow from the shape.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from packhorse.codecs.table_plan import GRANULES, TableWay, choose_way, sample_p
 from packhorse.gpu.host_embeddings import MIN_HOST_NBYTES
 from packhorse.layout import DTYPE_BY_NAME, MAX_WEIGHT_COLUMNS, W11, W12, WeightFormat
 from packhorse.reports.names import is_input_embedding, kind_of, layer_of, role_of
-from packhorse.reports.results import Estimate, MemoryRow
+from packhorse.reports.results import Estimate, MemoryFormat, MemoryRow
 from packhorse.reports.sampling import Sample, estimate
 from packhorse.reports.sources import Entry, Opened
 from packhorse.table_layout import MAX_TABLE_COLUMNS
@@ -37,11 +38,13 @@ _Bytes = NDArray[np.uint8]
 
 
 class _Part(NamedTuple):
-    """One of the two: bytes, or None; why; and the share that the section says beside it."""
+    """One of the two: bytes, or None; why; the share that the section says beside it; and bytes in
+    each format."""
 
     nbytes: Estimate | None
     note: str
     share: float | None = None
+    formats: Mapping[str, MemoryFormat] = MappingProxyType({})
 
 
 def describe_memory(opened: Opened, sample: Sample, threads: int = 1) -> MemoryRow:
@@ -58,6 +61,7 @@ def describe_memory(opened: Opened, sample: Sample, threads: int = 1) -> MemoryR
     return MemoryRow(
         opened.row.name, entry.name, entry.dtype, entry.shape, entry.nbytes, layer_of(entry.name),
         device.nbytes, device.note, device.share, host.nbytes, host.note, host.share,
+        dict(device.formats),
     )  # fmt: skip
 
 
@@ -108,36 +112,44 @@ def _why_not_multiplied(entry: Entry) -> str | None:
 def _size_weight(sample: Sample, rows: Sequence[NDArray[np.uint16]], threads: int) -> _Part:
     entry = sample.entry
     n_rows, n_columns = entry.shape
-    format, counts = _choose_format(rows, n_rows, n_columns, threads)
-    fixed = weights.packed_nbytes(n_rows, n_columns, 0, format)
-    nbytes = estimate(sample.places, [4 * count for count in counts], fixed)
+    formats = {format.name: _size_format(sample, rows, format, threads) for format in (W12, W11)}
+    format = _choose_format(rows, n_rows, n_columns, threads)
+    nbytes, exceptions = formats[format.name].nbytes, formats[format.name].exceptions
     reason = weight_plan.why_no_gain(nbytes.nbytes, entry.numel, format)
     if reason is not None:
         return _Part(None, reason)
     note = f"{format.name}, {8 * nbytes.nbytes / entry.numel:.2f} bits a weight"
     if _CONV1D.search(entry.name):
         note += ", if its layer is a torch.nn.Linear; GPT-2's Conv1D stays as it is"
-    return _Part(nbytes, note, sum(counts) / sum(each.size for each in rows))
+    return _Part(nbytes, note, exceptions, formats)
+
+
+def _size_format(
+    sample: Sample, rows: Sequence[NDArray[np.uint16]], format: WeightFormat, threads: int
+) -> MemoryFormat:
+    counts = [weights.count_exceptions(each, format, threads=threads) for each in rows]
+    n_rows, n_columns = sample.entry.shape
+    fixed = weights.packed_nbytes(n_rows, n_columns, 0, format)
+    nbytes = estimate(sample.places, [4 * count for count in counts], fixed)
+    return MemoryFormat(nbytes, sum(counts) / max(sum(each.size for each in rows), 1))
 
 
 def _choose_format(
     rows: Sequence[NDArray[np.uint16]], n_rows: int, n_columns: int, threads: int
-) -> tuple[WeightFormat, list[int]]:
-    """The format that `pack_model_` chooses, and the exceptions in each run."""
+) -> WeightFormat:
+    """The format that `pack_model_` chooses."""
 
-    def count(format: WeightFormat, max_rows: int | None = None) -> list[int]:
-        return [
-            weights.count_exceptions(each, format, threads=threads, max_rows=max_rows)
-            for each in rows
-        ]
+    def count(max_rows: int | None = None) -> int:
+        return sum(
+            weights.count_exceptions(each, W11, threads=threads, max_rows=max_rows) for each in rows
+        )
 
     numel = sum(each.size for each in rows)
-    share = sum(count(W11, weight_plan.SAMPLED_ROWS)) / max(numel, 1)
-    if weight_plan.suits_w11(share, n_rows, n_columns):
-        counts = count(W11)
-        if not weight_plan.was_misjudged(sum(counts), numel):
-            return W11, counts
-    return W12, count(W12)
+    if not weight_plan.suits_w11(
+        count(weight_plan.SAMPLED_ROWS) / max(numel, 1), n_rows, n_columns
+    ):
+        return W12
+    return W12 if weight_plan.was_misjudged(count(), numel) else W11
 
 
 # In memory of the host.

@@ -17,6 +17,7 @@ __all__ = [
     "Estimate",
     "ExponentRow",
     "Findings",
+    "MemoryFormat",
     "MemoryRow",
     "PlaneRow",
     "Policy",
@@ -379,6 +380,19 @@ class EngineTable:
 
 
 @dataclass(frozen=True)
+class MemoryFormat:
+    """A matrix of BF16 in one format of packed weights (docs/format.md, section 12).
+
+    Attributes:
+        nbytes: its bytes.
+        exceptions: share of elements outside of the rows' windows.
+    """
+
+    nbytes: Estimate
+    exceptions: float
+
+
+@dataclass(frozen=True)
 class MemoryRow:
     """What a tensor would take in memory, packed.
 
@@ -389,6 +403,8 @@ class MemoryRow:
             if it does not pack this tensor.
         device_note: the code's bits, or why it stays as it is.
         exceptions: share of elements outside of the rows' windows there; None likewise.
+        formats: what the tensor takes in each format, "W12" and "W11", whichever is chosen; empty
+            likewise.
         host_nbytes: bytes in memory of the host, as `packhorse.host` packs tables; None if the
             tensor is no table.
         host_note: the format of the rows, or why there is none.
@@ -407,6 +423,7 @@ class MemoryRow:
     host_nbytes: Estimate | None
     host_note: str
     pulled: float | None
+    formats: dict[str, MemoryFormat] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from packhorse.reports.page.outline import (
     Table,
     headings,
 )
-from packhorse.reports.results import MemoryRow, total
+from packhorse.reports.results import Estimate, MemoryRow, total
 
 __all__ = ["memory_section"]
 
@@ -35,6 +35,8 @@ def memory_section(rows: Sequence[MemoryRow]) -> Section:
     blocks: list[Figure | Table] = []
     if any(row.layer is not None for row in on_device):
         blocks += [_by_layer(on_device), _exceptions(on_device)]
+    if on_device:
+        blocks.append(_by_format(on_device))
     if on_host:
         blocks.append(_tables(on_host))
     return Section("memory", "Packed in memory", _lead(rows, on_device), (*blocks, _all(rows)))
@@ -87,6 +89,7 @@ def _by_layer(rows: Sequence[MemoryRow]) -> Figure:
                 words.estimate_cell(packed),
                 words.ratio_cell(plain, packed.nbytes),
                 words.share_cell(_excepted(those)),
+                *_format_cells(those),
             )
         )
     fields = [
@@ -98,13 +101,51 @@ def _by_layer(rows: Sequence[MemoryRow]) -> Figure:
     label = "Bytes in memory by layer, packed and saved."
     colors = [color for color, _ in PACKED_AND_SAVED]
     spec = columns(label, values, colors, ("layer", ""), fields, axis=BYTES)
-    heads = headings("Layer", "Plain", "Packed", "Ratio", "Exceptions", n_text=0)
+    names = _format_names(rows)
+    both = [head for name in names for head in (name, f"{name}: exceptions")]
+    heads = headings("Layer", "Plain", "Packed", "Ratio", "Exceptions", *both, n_text=0)
     caption = "Matrices of BF16 in codes of a fixed length, so that any row is found at once. "
     caption += "They take more than in a file, and far less than plain."
     table = Table("Memory by layer", heads, tuple(body))
     return Figure(
         "By layer", Caption(caption), (Picture(label, spec),), table, PACKED_AND_SAVED, half=True
     )
+
+
+def _format_names(rows: Sequence[MemoryRow]) -> list[str]:
+    """The formats that rows were sized in."""
+    return list(dict.fromkeys(name for row in rows for name in row.formats))
+
+
+def _in_format(rows: Sequence[MemoryRow], name: str) -> tuple[Estimate, float]:
+    """Bytes and share of exceptions of some rows in one format."""
+    nbytes = total([row.formats[name].nbytes for row in rows])
+    return nbytes, weighted((prod(row.shape), row.formats[name].exceptions) for row in rows)
+
+
+def _format_cells(rows: Sequence[MemoryRow]) -> list[Cell]:
+    """What a layer takes in each format, and its exceptions there."""
+    found = [_in_format(rows, name) for name in _format_names(rows)]
+    return [
+        cell
+        for nbytes, share in found
+        for cell in (words.estimate_cell(nbytes), words.share_cell(share))
+    ]
+
+
+def _by_format(rows: Sequence[MemoryRow]) -> Figure:
+    plain = sum(row.nbytes for row in rows)
+    found = {name: _in_format(rows, name) for name in _format_names(rows)}
+    sizes = [Sized(name, plain, nbytes) for name, (nbytes, _) in found.items()]
+    shares = " and ".join(f"{words.share(share)} in {name}" for name, (_, share) in found.items())
+    n_w11 = sum(row.device_note.startswith("W11") for row in rows)
+    chosen = f"W11 is chosen for {words.plural(n_w11, 'tensor')} of {words.count(len(rows))}."
+    caption = Caption(
+        "The same matrices in each format. W11 is shorter, but has more exceptions, which are "
+        "corrected one by one; so it is chosen only where they are few.",
+        f"Exceptions are {shares} of the elements. {chosen}",
+    )
+    return size_figure("By format", caption, "Format", sizes, half=False)
 
 
 def _excepted(rows: Sequence[MemoryRow]) -> float:
