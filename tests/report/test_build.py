@@ -126,6 +126,14 @@ def test_two_models_are_a_pair_and_the_base_comes_first(tmp_path: Path) -> None:
         make_findings([first, tuned], base=base)
 
 
+def test_shards_are_neither_a_series_nor_a_pair(tmp_path: Path) -> None:
+    small(tmp_path / "m-00001-of-00002.safetensors")
+    small(tmp_path / "m-00002-of-00002.safetensors")
+    shape, planned = plan_report([str(tmp_path / "m-*")])
+    assert shape == "models"
+    assert [row.name for row in planned] == [f"m-0000{i}-of-00002.safetensors" for i in (1, 2)]
+
+
 def test_a_store_is_a_series_of_its_snapshots(tmp_path: Path) -> None:
     with SnapshotStore(tmp_path / "store") as store:
         for name in ("step-5", "step-10"):

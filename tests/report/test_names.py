@@ -123,6 +123,8 @@ def test_input_embeddings() -> None:
     (["a/model", "a/model"], None),
     (["only-1"], None),
     (["step-1", "step-01"], None),
+    (["m-00001-of-00002.safetensors", "m-00002-of-00002.safetensors"], None),
+    (["ckpt-5/m-00001-of-00002.safetensors", "ckpt-9/m-00001-of-00002.safetensors"], [5, 9]),
 ])  # fmt: skip
 def test_steps_of_a_series(paths: list[str], steps: list[int] | None) -> None:
     assert steps_of(paths) == steps

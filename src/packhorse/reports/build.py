@@ -33,6 +33,7 @@ from packhorse.reports.describe import (
 )
 from packhorse.reports.engine_samples import take_engine_samples
 from packhorse.reports.engines import compare_engines
+from packhorse.reports.names import are_shards
 from packhorse.reports.options import Options, Watch
 from packhorse.reports.policy import recommend
 from packhorse.reports.report import Report
@@ -397,7 +398,8 @@ def _with_base(
 def _shape_of(found: Sequence[Source]) -> str:
     if found[0].step is not None:
         return "series"
-    return "pair" if len(found) == 2 else "models"
+    is_pair = len(found) == 2 and not are_shards([source.path for source in found])
+    return "pair" if is_pair else "models"
 
 
 def _title(found: Sequence[Source], shape: str) -> str:

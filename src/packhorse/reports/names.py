@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = ["is_input_embedding", "kind_of", "layer_of", "role_of", "steps_of"]
+__all__ = ["are_shards", "is_input_embedding", "kind_of", "layer_of", "role_of", "steps_of"]
 
 # The first pattern that is found in a name decides. `^`, `$` and these separate words.
 _START, _END = r"(?:^|[._/\[])", r"(?:[._/\]]|$)"
@@ -38,6 +38,7 @@ _KINDS = (
 _OTHER_EMBEDDING = re.compile(rf"position|{_START}pos{_END}|wpe|type|segment|patch|class|cls|label")
 _LAYER = re.compile(r"(?:^|[._/\[])(?:layers?|h|\w*?blocks?|blk|stages?)[._/\[](\d+)(?:[._/\]]|$)")
 _NUMBER = re.compile(r"\d+")
+_SHARD = re.compile(r"\d+-of-\d+")
 _STEP = re.compile(r"(?:step|iter|iteration|checkpoint|ckpt)s?[^0-9a-z]*$")
 
 
@@ -68,6 +69,11 @@ def layer_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def are_shards(paths: Sequence[str]) -> bool:
+    """Whether paths are shards of one model, such as "model-00001-of-00003.safetensors"."""
+    return len(set(paths)) > 1 and len({_SHARD.sub("", path) for path in paths}) == 1
+
+
 def steps_of(paths: Sequence[str]) -> list[int] | None:
     """The number of each path in a series: of the numbers in which the paths differ, the last one
     that follows a word such as "step", or else the last one.
@@ -76,7 +82,8 @@ def steps_of(paths: Sequence[str]) -> list[int] | None:
         paths: paths or URLs, such as "run/checkpoint-100/model.safetensors".
 
     Returns:
-        The numbers; None if the paths differ in anything but numbers, or in no number.
+        The numbers; None if the paths differ in anything but numbers, or in no number, or if they
+        are the shards of one model.
 
     Example:
         >>> from packhorse.reports.names import steps_of
@@ -84,6 +91,8 @@ def steps_of(paths: Sequence[str]) -> list[int] | None:
         [100, 50]
     """
     if len(paths) < 2 or len({_NUMBER.sub("0", path) for path in paths}) > 1:
+        return None
+    if are_shards(paths):
         return None
     columns = list(zip(*(map(int, _NUMBER.findall(path)) for path in paths), strict=True))
     differing = [i for i, column in enumerate(columns) if len(set(column)) == len(paths)]
