@@ -445,7 +445,7 @@ def _limits(found: Found) -> str:
 - The rates of Muon and SGD come from a few trials. Their rows say what these optimizers do to the
   bytes, and not which learns better.
 - The early steps have a tiny rate because of the warm-up; without one they would pack worse.
-- No gap is longer than {LAST // 2} steps. Speeds are of one machine that was not idle."""
+- No gap is longer than {LAST // 2} steps. Speeds are of one machine."""
 
 
 def _remake(found: Found) -> str:
