@@ -1,5 +1,6 @@
 """`packhorse report`: what it writes and prints, and how it ends."""
 
+import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors.numpy import save_file
 
 import packhorse
 from packhorse.disk import SnapshotStore, pack_file
+from packhorse.reports.options import Options
 
 Run = Callable[..., Ended]
 
@@ -61,6 +63,13 @@ def test_json_is_the_findings_and_no_page(run: Run, model: Path, here: Path) -> 
     assert list(here.iterdir()) == []
     run("report", model, "--no-engines", "--json", "-o", "page.html")
     assert [path.name for path in here.iterdir()] == ["page.html"]
+
+
+def test_the_function_and_the_command_have_the_same_defaults() -> None:
+    found = inspect.signature(packhorse.report).parameters
+    options = Options()
+    for name in ("full", "sample_nbytes", "checkpoints_per_day", "seconds_per_step", "engines"):
+        assert found[name].default == getattr(options, name), name
 
 
 def test_markdown_goes_to_standard_output(run: Run, model: Path, here: Path) -> None:

@@ -54,11 +54,13 @@ class Part:
         source: the source.
         options: how the report is made.
         tensors: the number of the first tensor, and the one after the last.
+        largest_nbytes: bytes of the largest tensor of the source, for the memory of the task.
     """
 
     source: Source
     options: Options
     tensors: tuple[int, int]
+    largest_nbytes: int
 
 
 def parts_of(source: Source, options: Options) -> list[Part]:
@@ -69,13 +71,14 @@ def parts_of(source: Source, options: Options) -> list[Part]:
     """
     with opened(source) as file:
         sizes = [each.sampled_nbytes for each in options.places(file.entries)]
+        largest = max((entry.nbytes for entry in file.entries), default=0)
     edges, held = [0], 0
     for i, nbytes in enumerate(sizes):
         if held and held + nbytes > _PART_NBYTES:
             edges.append(i)
             held = 0
         held += nbytes
-    return [Part(source, options, edge) for edge in pairwise([*edges, len(sizes)])]
+    return [Part(source, options, edge, largest) for edge in pairwise([*edges, len(sizes)])]
 
 
 def describe_part(part: Part) -> Described:
@@ -84,9 +87,7 @@ def describe_part(part: Part) -> Described:
     Raises:
         Exception: as `opened` raises.
     """
-    with opened(part.source) as file:
-        largest = max((entry.nbytes for entry in file.entries), default=0)
-    with holding(4 * largest, part.options.threads) as threads:
+    with holding(4 * part.largest_nbytes, part.options.threads) as threads:
         options = replace(part.options, threads=threads)
         return describe_source(
             part.source, options, lambda title, total: nullcontext(check_wanted), part.tensors

@@ -55,7 +55,7 @@ class Places:
     """Where a sample lies.
 
     Attributes:
-        runs: the first and the last byte but one of each run, in order.
+        runs: the first byte of each run, and the one after its last, in order.
         shapes: the shape of each run.
         nbytes: bytes of the tensor.
     """
