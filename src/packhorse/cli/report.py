@@ -91,8 +91,8 @@ def report(
 
     The sections follow from the sources: one model or several; checkpoints whose paths differ in
     their number, or a snapshot store, as a series; two models, as a base and its fine-tune.
-    Samples are enough for most questions, and the page says how far they may be off. Nothing is
-    changed but the page. What cannot be read is reported, and the rest goes on (exit code 1).
+    Samples are enough for most questions, and the page says how far they may be off. Only
+    the page is written. What cannot be read is reported, and the rest goes on (exit code 1).
 
     Examples:
 
