@@ -84,9 +84,10 @@ class Isa(IntEnum):
     """Code paths by the numbers that the core knows."""
 
     PORTABLE = 0
-    AVX2 = 1
-    AVX512 = 2
-    AVX512_VBMI2 = 3
+    NEON = 1
+    AVX2 = 2
+    AVX512 = 3
+    AVX512_VBMI2 = 4
 
 
 class Timing(NamedTuple):
@@ -175,6 +176,13 @@ def best_isa() -> Isa:
     from packhorse.codecs.base import choose_isa
 
     return Isa(choose_isa())
+
+
+def available_isas() -> list[Isa]:
+    """All code paths of this machine, weakest first."""
+    from packhorse.codecs import base
+
+    return [Isa(isa) for isa in base.available_isas()]
 
 
 def build(compiler: str, program: Path = PROGRAM, optimisation: str = "-O3") -> Path:

@@ -14,6 +14,7 @@
 #include "common/dispatch.hpp"
 #include "rans/encode_avx2.hpp"
 #include "rans/encode_avx512.hpp"
+#include "rans/encode_neon.hpp"
 #include "rans/encode_portable.hpp"
 #include "rans/model.hpp"
 #include "rans/spread.hpp"
@@ -32,7 +33,10 @@ struct alignas(64) RansEncodeTables {
     uint64_t inverse[256];     // 2^44 / freq rounded up, for the scalar path
     uint16_t slots[kProbSum];  // position -> slot
     RansVectorTables vectors;  // for vector paths
-    SpreadMap spread;          // for AVX-512, if there is one
+    SpreadMap spread;          // for AVX-512 and NEON, if there is one
+#if PACKHORSE_ARM
+    SpreadBytes spread_bytes;  // the same
+#endif
 };
 
 inline void fill_encode_tables(const RansModel& model, RansEncodeTables& tables) {
@@ -49,6 +53,9 @@ inline void fill_encode_tables(const RansModel& model, RansEncodeTables& tables)
     fill_vector_tables(model, tables.slots, tables.vectors);
     tables.spread.found = false;
     if (model.n_buckets() == kNarrowBuckets) spread_slots(model, alias, tables.spread);
+#if PACKHORSE_ARM
+    if (tables.spread.found) fill_spread_bytes(tables.spread, model.n_codes, tables.spread_bytes);
+#endif
 }
 
 // Maps bytes to codes: consecutive symbols by a subtraction, others by a table.
@@ -206,6 +213,14 @@ inline uint8_t* encode_full_rounds(const uint8_t* codes, std::size_t n_rounds,
         return encode_rounds_avx512_any(codes, n_rounds, model, tables, states, words, ahead);
     if (isa >= Isa::kAvx2)
         return encode_rounds_avx2(codes, n_rounds, lanes_log, tables, states, words, ahead);
+#elif PACKHORSE_ARM
+    if (isa >= Isa::kNeon && lanes_log == kMaxLanesLog) {
+        if (tables.spread.found)
+            return encode_rounds_neon(codes, n_rounds, SpreadTablesNeon{tables.spread_bytes},
+                                      states, words, ahead);
+        return encode_rounds_neon(codes, n_rounds, VectorTablesNeon{tables.vectors}, states, words,
+                                  ahead);
+    }
 #endif
     (void)isa;
     (void)model;
