@@ -16,21 +16,22 @@
 #if defined(__x86_64__)
 #define PACKHORSE_X86 1
 #include <immintrin.h>
-#define PACKHORSE_AVX2 __attribute__((target("avx2,bmi,bmi2,lzcnt,popcnt,sse4.2")))
+// Newer clangs count the instruction for CRC32C apart from the rest of SSE4.2.
+#define PACKHORSE_AVX2 __attribute__((target("avx2,bmi,bmi2,lzcnt,popcnt,sse4.2,crc32")))
 #define PACKHORSE_AVX512                                                             \
     __attribute__((                                                                  \
         target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi,bmi2,lzcnt,popcnt,sse4." \
-               "2")))
+               "2,crc32")))
 #define PACKHORSE_AVX512_VBMI2                                                                  \
     __attribute__((                                                                             \
         target("avx512vbmi,avx512vbmi2,avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi,bmi2,lzcnt," \
                "popcnt,sse4."                                                                   \
-               "2")))
+               "2,crc32")))
 // For functions that need has_vpclmulqdq() as well.
 #define PACKHORSE_VPCLMULQDQ                                                         \
     __attribute__((                                                                  \
         target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi,bmi2,lzcnt,popcnt,sse4." \
-               "2,pclmul,vpclmulqdq")))
+               "2,crc32,pclmul,vpclmulqdq")))
 #else
 #define PACKHORSE_X86 0
 #endif

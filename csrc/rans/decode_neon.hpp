@@ -180,9 +180,11 @@ PACKHORSE_INLINE void refill_piece_neon(LaneHalvesNeon& lanes, std::size_t first
 
 // Moves units from the order of lanes to their positions: lane l is unit 4 (l mod 32) + l div 32.
 PACKHORSE_INLINE void order_units_neon(const uint8_t* by_lane, uint8_t* dst) {
-    for (int h = 0; h < 2; ++h, by_lane += 16, dst += 64)
-        vst4q_u8(dst, {{vld1q_u8(by_lane), vld1q_u8(by_lane + 32), vld1q_u8(by_lane + 64),
-                        vld1q_u8(by_lane + 96)}});
+    for (int h = 0; h < 2; ++h, by_lane += 16, dst += 64) {
+        uint8x16x4_t quarters;
+        for (int q = 0; q < 4; ++q) quarters.val[q] = vld1q_u8(by_lane + 32 * q);
+        vst4q_u8(dst, quarters);
+    }
 }
 
 // The caller knows that there are 128 words for each round, and one register of words more.

@@ -11,6 +11,8 @@
 // one word for each unit.
 #pragma once
 
+#include <bit>
+
 #include "common/dispatch.hpp"
 #include "rans/encode_avx2.hpp"
 #include "rans/encode_avx512.hpp"
@@ -112,6 +114,24 @@ inline void map_units(const uint8_t* plane, std::size_t n, const CodeMap& map, u
     });
 }
 
+// The last of `n` bytes that equals `wanted`, or null. Only some C libraries have memrchr.
+inline const uint8_t* find_last(const uint8_t* bytes, std::size_t n, uint8_t wanted) {
+#if defined(__linux__)
+    return static_cast<const uint8_t*>(memrchr(bytes, wanted, n));
+#else
+    const uint64_t each = 0x0101010101010101, low_bits = 0x7F * each;
+    for (; n >= 8; n -= 8) {
+        const uint64_t differ = load<uint64_t>(bytes + n - 8) ^ each * wanted;
+        // Zero if all bytes differ: the top bit of each byte that is equal.
+        const uint64_t equal = ~(((differ & low_bits) + low_bits) | differ | low_bits);
+        if (equal != 0) return bytes + n - 1 - std::countl_zero(equal) / 8;
+    }
+    while (n > 0)
+        if (bytes[--n] == wanted) return bytes + n;
+    return nullptr;
+#endif
+}
+
 // Maps `n` bytes to codes. Symbols without a code are written downwards from `escapes`, the last
 // one first. Returns the address of the first.
 inline uint8_t* map_codes(const uint8_t* plane, std::size_t n, const CodeMap& map, uint8_t* codes,
@@ -119,9 +139,9 @@ inline uint8_t* map_codes(const uint8_t* plane, std::size_t n, const CodeMap& ma
     map_units(plane, n, map, codes, isa);
     if (!map.has_escape) return escapes;
     const uint8_t* end = codes + n;
-    while (const void* at =
-               memrchr(codes, map.escape_code, static_cast<std::size_t>(end - codes))) {
-        end = static_cast<const uint8_t*>(at);
+    while (const uint8_t* at =
+               find_last(codes, static_cast<std::size_t>(end - codes), map.escape_code)) {
+        end = at;
         *--escapes = static_cast<uint8_t>(plane[end - codes] >> map.raw_bits);
     }
     return escapes;
