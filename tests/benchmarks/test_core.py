@@ -72,6 +72,29 @@ def test_a_missing_compiler_is_named(
     assert "install g++ or clang++" in capsys.readouterr().out
 
 
+def test_instructions_are_counted(
+    program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a program for this machine, as the emulator and its compiler may be missing."""
+    emulator = tmp_path / "emulator"
+    emulator.write_text('#!/bin/sh\nshift 2\n"$@"\nseq 0 8000 120000 >&2\n')
+    emulator.chmod(0o755)
+    monkeypatch.setattr(core, "EMULATOR", str(emulator))
+    found = core.count(
+        program, Path("none"), weights(8000), 2, 14, core.Level.FAST, core.Isa.PORTABLE
+    )
+    assert set(found) == PARTS | ON_A_PLANE
+    assert {found[name] for name in PARTS} == {1.0}
+
+
+def test_a_missing_emulator_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(core, "EMULATOR", "no-such-emulator")
+    assert core.main(["--count"]) == 1
+    assert "no-such-emulator is missing" in capsys.readouterr().out
+
+
 def test_plane_0_is_the_exponent() -> None:
     values = np.array([1.0, -1.0, 0.5, -2.0], ml_dtypes.bfloat16)
     assert core.first_plane(values, 2, 4).tolist() == [127, 127, 126, 128]
