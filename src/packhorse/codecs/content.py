@@ -1,8 +1,8 @@
 """Checksums: CRC32C, and the two kinds of content hash of a tensor (docs/format.md, section 7).
 
 The usual hash is a tree of XXH3-128, so that it can be computed chunk by chunk, while a chunk is in
-the cache, and in parallel. While the core encodes, it hashes leaves of more than 240 bytes. Only the
-last leaf of a tensor can be shorter; it is hashed afterwards, as the root is.
+the cache, and in parallel. While the core encodes, it hashes leaves of more than 240 bytes. Only
+the last leaf of a tensor can be shorter; it is hashed afterwards, as the root is.
 
 A tensor may change while it is packed. So the encoder hashes the copy that it packs: the core fills
 in the hashes while it reads, and puts the bytes of a short last leaf behind them.
