@@ -123,11 +123,19 @@ struct PackItem {
     bool is_shared;
 };
 
+// With less work, starting a thread and copying its output takes longer than it saves.
+constexpr std::size_t kPackedNbytesOfThread = std::size_t{1} << 19;
+
+inline std::size_t sum_nbytes(const std::vector<PackJob>& jobs) {
+    std::size_t total = 0;
+    for (const PackJob& job : jobs) total += job.geometry.nbytes();
+    return total;
+}
+
 // The work for all tensors. Shared tensors come first, so that short ones are left for the end.
 inline std::vector<PackItem> share_out(const std::vector<PackJob>& jobs, std::size_t threads) {
     constexpr std::size_t kSharesOfThread = 16;
-    std::size_t total = 0;
-    for (const PackJob& job : jobs) total += job.geometry.nbytes();
+    const std::size_t total = sum_nbytes(jobs);
     std::vector<PackItem> items;
     const auto is_shared = [&](const PackJob& job) {
         return threads > 1 && job.geometry.n_chunks() > 1 &&
@@ -147,8 +155,9 @@ inline void pack_many(std::vector<PackJob>& jobs, Level level, std::size_t threa
     const auto is_plain_job = [&](const PackJob& job) {
         return is_plain(job.src, *dtype_row(job.dtype_code), job.shape, job.geometry, level, isa);
     };
-    const std::vector<PackItem> items = share_out(jobs, threads);
-    const std::size_t n_workers = std::max<std::size_t>(1, std::min(threads, items.size()));
+    const std::size_t useful = useful_threads(threads, sum_nbytes(jobs), kPackedNbytesOfThread);
+    const std::vector<PackItem> items = share_out(jobs, useful);
+    const std::size_t n_workers = std::max<std::size_t>(1, std::min(useful, items.size()));
     std::deque<PackTask> tasks;
     for (PackJob& job : jobs) tasks.emplace_back(job, level);
     for (const PackItem& item : items)  // before any worker meets one of the chunks

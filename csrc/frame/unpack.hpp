@@ -99,12 +99,16 @@ struct UnpackWorker {
     std::size_t last_job = 0;
 };
 
+// With less work, starting a thread takes longer than it saves.
+constexpr std::size_t kUnpackedNbytesOfThread = std::size_t{1} << 20;
+
 // Unpacks frames. Returns the first fault, by job and chunk.
 inline UnpackFault unpack_many(const std::vector<UnpackJob>& jobs, bool check_crc,
                                std::size_t threads, Isa isa) {
     const UnpackBatch batch(jobs);
     const std::size_t n_items = batch.n_chunks();
-    const std::size_t n_workers = std::max<std::size_t>(1, std::min(threads, n_items));
+    const std::size_t useful = useful_threads(threads, batch.nbytes(), kUnpackedNbytesOfThread);
+    const std::size_t n_workers = std::max<std::size_t>(1, std::min(useful, n_items));
     std::vector<UnpackWorker> workers;
     for (std::size_t w = 0; w < n_workers && n_items > 0; ++w)
         workers.emplace_back(batch, jobs.size());
