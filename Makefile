@@ -110,7 +110,7 @@ compile: build/tsan/threads ## compile ahead what `make tsan` and `make fuzz` ru
 
 # What the fuzz targets and the thread test claim, on another architecture than this machine's. Needs a cross compiler and an emulator
 # (Debian: g++-aarch64-linux-gnu qemu-user-static). CI runs the first two targets: make arm ARM_TARGETS="round_trip decode_plane"
-ARM_TARGETS ?= round_trip decode_plane decode_tensor weights bounded tables plan threads
+ARM_TARGETS ?= round_trip decode_plane decode_tensor weights bounded tables plan frames threads
 ARM := aarch64-linux-gnu-g++ -std=c++20 -Icsrc -O2 -ffp-contract=off -Wall -Wextra -Werror -Wno-uninitialized -Wno-maybe-uninitialized -static -pthread
 arm: .venv/.test ## compile the core for 64-bit ARM, and run the seeds of the fuzz targets there by emulation
 	@rm -rf build/arm/seeds && mkdir -p build/arm
@@ -120,7 +120,8 @@ arm: .venv/.test ## compile the core for 64-bit ARM, and run the seeds of the fu
 		case $$target in \
 			threads) $(ARM) fuzz/threads.cpp -o build/arm/threads; qemu-aarch64-static build/arm/threads 10;; \
 			*) $(ARM) fuzz/$$target.cpp fuzz/standalone.cpp -o build/arm/$$target; \
-				qemu-aarch64-static build/arm/$$target build/arm/seeds/$${target/plan/decode_tensor}/*;; \
+				seeds=$${target/plan/decode_tensor}; \
+				qemu-aarch64-static build/arm/$$target build/arm/seeds/$${seeds/frames/frame}/*;; \
 		esac; \
 	done
 

@@ -1,12 +1,12 @@
 // CRC32C of encoded bytes, and XXH3-128 of logical bytes (docs/format.md, sections 1 and 7).
 //
-// CRC32C: the instruction of SSE4.2 and that of ARM have a latency of three cycles and a throughput
-// of one, so three streams run side by side and are joined by the linear operator "append L zero
-// bytes", held as four tables of 256 (one for each byte of the register). Without the instruction,
-// two streams run side by side. Processors with carry-less products of vectors fold 256 bytes into
-// the next 256 instead, which is twice as fast. XXH3: only inputs above 240 bytes are hashed here.
-// The caller hashes a shorter leaf with Python's xxhash; a tensor has at most one. Source: the XXH3
-// specification, doc/xxhash_spec.md of the xxHash project.
+// CRC32C: the instructions of SSE4.2 and of ARM have a latency of two or three cycles and a
+// throughput of one, so three streams run side by side and are joined by the linear operator
+// "append L zero bytes", held as four tables of 256 (one for each byte of the register). Without
+// the instruction, two streams run side by side. Processors with carry-less products of vectors
+// fold 256 bytes into the next 256 instead, which is twice as fast. XXH3: inputs above 240 bytes;
+// common/xxh3_short.hpp has the shorter ones. Source: the XXH3 specification, doc/xxhash_spec.md of
+// the xxHash project.
 //
 // The loops are in common/checksum_avx512.hpp, common/checksum_avx2.hpp,
 // common/checksum_neon.hpp and common/checksum_portable.hpp.
