@@ -223,6 +223,10 @@ PACKHORSE_INLINE void for_each_marked(const uint8_t* bytes, std::size_t n, uint8
     std::size_t i = 0;
 #if PACKHORSE_X86
     if (isa >= Isa::kAvx2) i = visit_marked_avx2(bytes, n, mark, visit);
+#elif PACKHORSE_ARM
+    for (; isa >= Isa::kNeon && i + 64 <= n; i += 64)
+        for (uint64_t set = marks_neon(bytes + i, mark); set != 0; set &= set - 1)
+            visit(i + static_cast<std::size_t>(std::countr_zero(set)));
 #endif
     (void)isa;
     const uint64_t marks = uint64_t{0x0101010101010101} * mark;

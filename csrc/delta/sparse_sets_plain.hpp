@@ -46,6 +46,8 @@ PACKHORSE_AVX2 inline uint64_t pack_flags_avx2(const uint8_t* flags) {
 inline uint64_t pack_flags(const uint8_t* flags, Isa isa) {
 #if PACKHORSE_X86
     if (isa >= Isa::kAvx2) return pack_flags_avx2(flags);
+#elif PACKHORSE_ARM
+    if (isa >= Isa::kNeon) return marks_neon(flags, 1);
 #endif
     (void)isa;
     uint64_t set = 0;

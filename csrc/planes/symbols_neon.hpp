@@ -23,7 +23,15 @@ PACKHORSE_INLINE uint64_t bits_of_bytes_neon(uint8x16_t a, uint8x16_t b, uint8x1
     return vgetq_lane_u64(vreinterpretq_u64_u8(vpaddq_u8(all, all)), 0);
 }
 
-// The opposite, for bits 16 * quarter to 16 * quarter + 15.
+// One bit for each of 64 bytes that have a bit of `mark`.
+PACKHORSE_INLINE uint64_t marks_neon(const uint8_t* bytes, uint8_t mark) {
+    const uint8x16_t marks = vdupq_n_u8(mark);
+    return bits_of_bytes_neon(
+        vtstq_u8(vld1q_u8(bytes), marks), vtstq_u8(vld1q_u8(bytes + 16), marks),
+        vtstq_u8(vld1q_u8(bytes + 32), marks), vtstq_u8(vld1q_u8(bytes + 48), marks));
+}
+
+// The opposite of bits_of_bytes_neon(), for bits 16 * quarter to 16 * quarter + 15.
 PACKHORSE_INLINE uint8x16_t bytes_of_bits_neon(uint64_t bits, int quarter) {
     const uint8x16_t place = places_neon();
     const uint8x16_t first =
@@ -35,12 +43,8 @@ PACKHORSE_INLINE uint8x16_t bytes_of_bits_neon(uint64_t bits, int quarter) {
 
 inline std::size_t write_raw_blocks_neon(const uint8_t* plane, std::size_t n_blocks, uint32_t j,
                                          uint8_t* dst) {
-    const uint8x16_t bit = vdupq_n_u8(static_cast<uint8_t>(1u << j));
-    for (std::size_t b = 0; b < n_blocks; ++b, plane += 64)
-        store(dst + 8 * b, bits_of_bytes_neon(vtstq_u8(vld1q_u8(plane), bit),
-                                              vtstq_u8(vld1q_u8(plane + 16), bit),
-                                              vtstq_u8(vld1q_u8(plane + 32), bit),
-                                              vtstq_u8(vld1q_u8(plane + 48), bit)));
+    const auto bit = static_cast<uint8_t>(1u << j);
+    for (std::size_t b = 0; b < n_blocks; ++b) store(dst + 8 * b, marks_neon(plane + 64 * b, bit));
     return n_blocks;
 }
 

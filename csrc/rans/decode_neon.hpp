@@ -152,7 +152,7 @@ template <class Tables>
 PACKHORSE_INLINE PieceNeeds step_piece_neon(LaneHalvesNeon& lanes, std::size_t first,
                                             const Tables& tables, uint8_t* by_lane) {
     uint8x16_t need[4];
-#pragma GCC unroll 4
+#pragma GCC unroll 1  // or compilers mix the steps, and run out of registers
     for (std::size_t k = 0; k < 4; ++k)
         need[k] = step_16_neon(lanes, first + 16 * k, tables, by_lane);
     const uint64_t bits = bits_of_bytes_neon(need[0], need[1], need[2], need[3]);
