@@ -435,6 +435,7 @@ NB_MODULE(_core, m) {
         "use it.";
     m.def("detect_isa", [] { return static_cast<int>(detect_isa()); });
     m.def("choose_isa", &choose_isa_number, "best"_a = -1);
+    m.def("has_isa", &has_isa, "isa"_a);
     m.def("fail_at_exit", &fail_at_exit);
     nb::class_<FileMapper>(m, "FileMapper")
         .def(nb::init<>())

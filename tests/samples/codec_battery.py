@@ -25,7 +25,7 @@ import ml_dtypes
 import numpy as np
 
 from packhorse import _core
-from packhorse.codecs.base import ISA_VARIABLE, Isa, choose_isa
+from packhorse.codecs.base import ISA_VARIABLE, available_isas
 from packhorse.frame import Frame, compress_buffer, max_frame_nbytes
 from packhorse.layout import (
     BASE_BLOCK_NBYTES,
@@ -75,7 +75,7 @@ def _available() -> tuple[str, ...]:
     """The code paths of this machine, or the one that the environment asks for."""
     if os.environ.get(ISA_VARIABLE):
         return (os.environ[ISA_VARIABLE],)
-    return tuple(isa.name.lower() for isa in Isa if isa <= choose_isa())
+    return tuple(isa.name.lower() for isa in available_isas())
 
 
 ISAS = _available()

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from packhorse.storage.rename import exchange, rename_new
+from packhorse.storage.system import OPEN_FLAGS, write_at
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -80,7 +81,7 @@ class OutputFile:
             done = 0
             while done < flat.nbytes:
                 piece = flat[done : done + _WRITE_NBYTES]
-                done += os.pwrite(self._descriptor, piece, offset + done)
+                done += write_at(self._descriptor, piece, offset + done)
             return done
 
 
@@ -142,7 +143,9 @@ def atomic_file(
     temporary = temporary_beside(destination)
     try:
         with _naming(destination):
-            descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, _mode(like))
+            descriptor = os.open(
+                temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN_FLAGS, _mode(like)
+            )
         try:
             output = OutputFile(descriptor, destination)
             yield output
