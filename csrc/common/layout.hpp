@@ -28,7 +28,8 @@ enum class Mode : uint8_t {
     kZstd = 4,
     kClassedRans = 5,
     kDelta = 6,
-    kSparseDelta = 7
+    kSparseDelta = 7,
+    kMatches = 8
 };
 enum class ClassSource : uint8_t { kNone = 0, kPrediction = 1, kLead = 2 };
 
@@ -78,6 +79,10 @@ constexpr uint32_t kMaxSparseCountShift = 21;
 constexpr uint32_t kMaxSparseSizeShift = 58;
 constexpr uint32_t kSparseNoSizes = 254;    // all steps have the size 1
 constexpr uint32_t kSparseEverySize = 255;  // the size of every step is written
+
+// Section 6.8.
+constexpr std::size_t kMatchDescriptorsOffset = 40;
+constexpr uint32_t kRunByteMax = 255;  // a byte of a run or a length that is not the last
 
 // Section 12.
 constexpr std::size_t kMaxWeightColumns = 65536;
