@@ -12,7 +12,7 @@
 #include <ctime>
 #include <string>
 
-#include "tensor/tensor.hpp"
+#include "tensor/single_plane.hpp"
 
 namespace packhorse {
 namespace {

@@ -37,6 +37,7 @@
 #include "tensor/estimate.hpp"
 #include "tensor/patch.hpp"
 #include "tensor/plan.hpp"
+#include "tensor/single_plane.hpp"
 #include "tensor/zstd_frame.hpp"
 
 namespace packhorse {
@@ -84,6 +85,18 @@ std::size_t encode_chunks(Bytes src, const Geometry& geometry, const ContextArgu
     const EncodeOutput memory = output.view(geometry, context);
     const ReleasedGil released(src.size());
     return encode_tensor(src.data(), geometry, given, memory, threads, isa);
+}
+
+std::size_t estimate_matches(Bytes src, uint32_t unit_nbytes, int level) {
+    require(unit_nbytes == 1 || unit_nbytes == 2 || unit_nbytes == 4 || unit_nbytes == 8,
+            "unit_nbytes must be 1, 2, 4 or 8");
+    require(0 < src.size() && src.size() <= kMaxChunkNbytes && src.size() % unit_nbytes == 0 &&
+                reinterpret_cast<uintptr_t>(src.data()) % unit_nbytes == 0,
+            "src must be at most a chunk of aligned units");
+    const Level given = checked_level(level);
+    const Isa isa = choose_isa();
+    const ReleasedGil released(src.size());
+    return matched_nbytes(src.data(), src.size() / unit_nbytes, unit_nbytes, given, isa);
 }
 
 // Returns (fault, chunk, plane, payload length).
@@ -456,6 +469,7 @@ NB_MODULE(_core, m) {
     m.def("check_table", &check_table, "table"_a, "geometry"_a, "has_base"_a, "last_mode"_a);
     m.def("estimate_delta", &estimate_delta_nbytes, "src"_a, "geometry"_a, "base"_a,
           "plain_nbytes"_a, "level"_a);
+    m.def("estimate_matches", &estimate_matches, "src"_a, "unit_nbytes"_a, "level"_a);
     m.def("estimate_planes", &estimate_planes, "src"_a, "geometry"_a, "level"_a, "n_samples"_a);
     m.def("estimate_side_data", &estimate_side_data, "src"_a, "geometry"_a, "n_rows"_a,
           "most_rows"_a, "most_columns"_a);

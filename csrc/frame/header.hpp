@@ -16,7 +16,7 @@ namespace packhorse {
 
 // The last mode of a version of the frame.
 constexpr Mode last_mode_of(uint32_t version) {
-    return version == 1 ? Mode::kDelta : Mode::kSparseDelta;
+    return version == 1 ? Mode::kDelta : version == 2 ? Mode::kSparseDelta : Mode::kMatches;
 }
 
 // What is wrong with a header, in the order of the checks. src/packhorse/layout.py has the same

@@ -25,6 +25,8 @@
 #include "delta/encode.hpp"
 #include "delta/sparse_decode.hpp"
 #include "delta/sparse_source.hpp"
+#include "matches/decode.hpp"
+#include "matches/encode.hpp"
 #include "tensor/geometry.hpp"
 
 namespace packhorse {
@@ -138,6 +140,7 @@ struct EncodeContext {
     std::size_t plain_nbytes = 0;         // bytes of the whole tensor without the base
     Mode last_mode = Mode::kSparseDelta;  // chunks have no later mode
     uint32_t max_classes = 0;             // of few differences; 0: as the level says
+    bool matches = false;                 // whether whole units become matches; then no base
 };
 
 // Where the encoder of a tensor writes.
@@ -233,6 +236,9 @@ inline uint32_t encode_from_base(const EncodeJob& job, const Geometry& geometry,
 inline std::size_t encode_any_chunk(const EncodeJob& job, const Geometry& geometry,
                                     const EncodeContext& context, EncodeWorker& worker, uint8_t* to,
                                     uint32_t* descriptors, Isa isa) {
+    if (context.matches)
+        return encode_matched({job.src, &job.leaves}, job.n, geometry.spec.unit_nbytes,
+                              context.level, to, descriptors, isa);
     const bool has_base = context.base.units != nullptr;
     const uint32_t descriptor = has_base ? encode_from_base(job, geometry, context, worker, to, isa)
                                          : make_descriptor(Mode::kStored, 0);
@@ -274,7 +280,7 @@ inline void encode_in_place(const uint8_t* src, const Geometry& geometry,
                             : KeptBase{output.kept + at, at, output.changes + chunk}};
     uint32_t* const row = output.table + chunk * geometry.row_length();
     uint8_t* const to = n_workers == 1 ? dst + ordered.used() : worker.output;
-    if (context.base.units == nullptr &&
+    if (context.base.units == nullptr && !context.matches &&
         is_stored_whole(job.src, job.n, geometry.spec, context.level)) {
         const std::size_t nbytes = job.n * geometry.spec.unit_nbytes;
         // The length of a stored chunk is known beforehand, so no worker needs a copy.
@@ -380,7 +386,7 @@ struct TableCheck {
 // Checks all descriptors (docs/format.md, section 9). Reads only the table. `last_mode` is the last
 // mode that the frame's version has.
 inline TableCheck check_descriptors(const uint32_t* table, const Geometry& geometry, bool has_base,
-                                    Mode last_mode = Mode::kSparseDelta) {
+                                    Mode last_mode = Mode::kMatches) {
     const uint32_t n_planes = geometry.spec.n_planes;
     std::size_t payload = 0;
     for (std::size_t chunk = 0; chunk < geometry.n_chunks(); ++chunk) {
@@ -485,6 +491,8 @@ inline Status decode_plain_chunk(const EncodedTensor& tensor, std::size_t index,
     }
     const Status around = check_around(tensor, index, check_crc, isa);
     if (around != Status::kOk) return around;
+    if (descriptor_mode(row[1]) == Mode::kMatches)
+        return decode_matches(chunk, descriptor_nbytes(row[1]), n, spec.unit_nbytes, dst, isa);
     return decode_chunk(chunk, row + 1, n, index * tensor.geometry.chunk_units, spec, tensor.side,
                         scratch, dst, isa);
 }
@@ -587,37 +595,6 @@ inline DecodeResult decode_tensor(const EncodedTensor& tensor, std::size_t start
             std::memcpy(out, partial + (from - chunk_start), to - from);
     });
     return {fault.status(), fault.chunk()};
-}
-
-// Encodes one plane of 1 to 2 Mi units in the given mode (palette or rANS), with nothing carried.
-// `dst` has room for `n` bytes. Returns the length of the stream, or 0 if it would not be smaller
-// than the plane.
-inline std::size_t encode_single_plane(const uint8_t* src, std::size_t n, Mode mode, uint8_t* dst,
-                                       Isa isa) {
-    EncodeWorker worker(Geometry(1, 0, kMaxChunkLog, n), false, false, false);
-    uint8_t* const plane = worker.scratch.units;
-    std::memcpy(plane, src, n);
-    seal(plane);
-    Histogram histogram;
-    count_bytes(plane, n, 0, histogram);
-    PlaneChoice& choice = worker.scratch.choices[0];
-    choice.mode = mode;
-    if (mode == Mode::kPalette)
-        choose_palette(histogram, level_spec(Level::kFast).palette_raw_bits, choice.palette);
-    else if (choose_model(histogram, n, choice.models[0]) == ~std::size_t{0})
-        return 0;
-    Ahead nothing;
-    return write_stream(plane, n, 0, nullptr, worker.scratch, dst, nothing, isa);
-}
-
-// Decodes a stream below 16 MiB to a plane of 1 to 2 Mi units.
-inline Status decode_single_plane(const uint8_t* stream, std::size_t nbytes, Mode mode,
-                                  uint8_t* dst, std::size_t n, Isa isa) {
-    const auto plane = std::make_unique<PlaneDecoder>();
-    DecodeScratch scratch{plane.get(), nullptr, nullptr};
-    const uint32_t descriptor = make_descriptor(mode, nbytes);
-    return decode_chunk(stream, &descriptor, n, 0, plane_spec(1, Split::kWhole), {}, scratch, dst,
-                        isa);
 }
 
 }  // namespace packhorse

@@ -82,7 +82,8 @@ class Base:
 
 class EncodeContext:
     """What the encoder of a tensor is told beside the tensor. Chunks of differences have no mode
-    after `last_mode`, and chunks of few differences at most `max_classes`, if it is not 0."""
+    after `last_mode`, and chunks of few differences at most `max_classes`, if it is not 0. Chunks
+    of whole units become matches if `matches` says so."""
 
     def __init__(
         self,
@@ -92,6 +93,7 @@ class EncodeContext:
         plain_nbytes: int,
         last_mode: int = 7,
         max_classes: int = 0,
+        matches: bool = False,
     ) -> None: ...
 
 class EncodeOutput:
@@ -193,6 +195,7 @@ def check_table(
 def estimate_delta(
     src: _Bytes, geometry: Geometry, base: Base, plain_nbytes: int, level: int
 ) -> int: ...
+def estimate_matches(src: _Bytes, unit_nbytes: int, level: int) -> int: ...
 def estimate_planes(
     src: _Bytes, geometry: Geometry, level: int, n_samples: int
 ) -> tuple[list[tuple[int, int]], bool]: ...

@@ -199,6 +199,23 @@ def _bytes_of(n_values: int) -> Kind:
     return make
 
 
+def _ids(rng: np.random.Generator, n: int, unit_nbytes: int) -> np.ndarray:
+    """Phrases that come again and again, with other values between them, and a long run."""
+    most = min(1 << 15, 1 << 8 * unit_nbytes)
+    phrases = [rng.integers(0, most, rng.integers(2, 40)) for _ in range(60)]
+    parts, size = [np.full(min(n, 700), 3)], 700
+    while size < n:
+        parts += [phrases[rng.integers(60)], rng.integers(0, most, rng.integers(0, 4))]
+        size += parts[-2].size + parts[-1].size
+    return np.concatenate(parts)[:n].astype(_uint(unit_nbytes))
+
+
+def _steps(rng: np.random.Generator, n: int, unit_nbytes: int) -> np.ndarray:
+    """Numbers that rise by small steps, and fall now and then."""
+    steps = rng.integers(0, 9, n) - 3000 * (rng.random(n) < 0.001)
+    return (1 << 40 | np.cumsum(steps)).astype(np.uint64).astype(_uint(unit_nbytes))
+
+
 KINDS: dict[str, Kind] = {
     "weights": _noise,  # `make_data` knows what weights look like in each dtype
     "constant": _constant,
@@ -208,6 +225,8 @@ KINDS: dict[str, Kind] = {
     "few": _few,
     "alternating": _alternating,
     "outlier": _outlier,
+    "ids": _ids,
+    "steps": _steps,
     **{f"{n} values": _bytes_of(n) for n in (31, 32, 33, 100, 255, 256)},
 }
 
@@ -329,7 +348,8 @@ REAL = {
     "real rans of several planes": _real("U32", "100 values", "max", Mode.RANS),
     "real plain rans": _real("F8_E4M3", "100 values", "max", Mode.RANS),
     "real palette": _real("BF16", "weights", "fast", Mode.PALETTE),
-    "real zstd": _real("I64", "sorted", "default", Mode.ZSTD),
+    "real zstd": _real("BOOL", "ids", "default", Mode.ZSTD),
+    "real matches": _real("I64", "sorted", "default", Mode.MATCHES),
     "real stored": _real("F32", "noise", "default", Mode.STORED),
     "real constant": _real("F32", "constant", "default", Mode.CONSTANT),
     "real outlier": _real("F16", "outlier", "default", Mode.ZSTD),

@@ -91,7 +91,7 @@ class FrameHeader(NamedTuple):
     @property
     def version(self) -> int:
         """The first version of the format that has all modes of the frame."""
-        if self.base is None:  # all newer modes need one
+        if self.base is None and self.split != Split.WHOLE:  # newer modes need either
             return 1
         last = int(self.table[:, FIRST_STREAM].max(initial=0)) >> STREAM_NBYTES_BITS
         return next(version for version, mode in LAST_MODES.items() if last <= mode)
