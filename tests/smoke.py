@@ -95,7 +95,7 @@ def check_package() -> None:
     place = Path(packhorse.__file__).resolve()
     assert place.is_relative_to(Path(sys.prefix).resolve()), place
     assert {path.suffix for path in place.parent.rglob("*") if path.is_file()} <= {
-        ".py", ".pyi", ".pyc", ".so", ".typed",  # and what the kernels and the page of a report are of
+        ".py", ".pyi", ".pyc", ".so", ".typed",  # and of the kernels and the page of a report:
         ".cu", ".css", ".html", ".js", ".txt",
     }  # fmt: skip
 
