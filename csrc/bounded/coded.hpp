@@ -87,7 +87,7 @@ inline bool read_codes(const uint8_t* src, std::size_t nbytes, std::size_t n, Ra
     if (read_rans_body(src + kModelOffset, nbytes - kModelOffset, n, header, decoder) !=
         Status::kOk)
         return false;
-    decoder.has_table = !uses_buckets(decoder, isa);
+    decoder.has_table = !looks_up_buckets(decoder, isa);
     Ahead nothing;
     if (rans_decode(decoder, n, plane, nothing, isa) != Status::kOk) return false;
     add_raw_bits(decoder.raw, 0, n, plane, isa);

@@ -41,17 +41,14 @@ inline std::unique_ptr<CodeTable> make_code_table(const RansModel& model) {
     if (model.n_buckets() > 0) {
         build_alias(model, decoder.alias);
         fill_bucket_entries(model, decoder.alias, decoder.buckets);
+        fill_bucket_parts(model, decoder.alias, decoder.buckets, decoder.parts);
         if (model.n_buckets() == kWideBuckets)
             fill_bucket_halves(decoder.alias, decoder.buckets, decoder.halves);
+        else
+            fill_pair_tables(decoder.alias, decoder.buckets, decoder.pairs);
     }
     fill_decode_table(model, decoder.alias, decoder.table);
     return table;
-}
-
-// Whether the tables of `decoder` for few codes are used, rather than the one with 4096 entries.
-inline bool uses_buckets(const RansDecoder& decoder, Isa isa) {
-    return isa >= Isa::kAvx512 && decoder.lanes_log == kMaxLanesLog &&
-           decoder.model.n_buckets() > 0;
 }
 
 // Tables made from serialised models, by segment.

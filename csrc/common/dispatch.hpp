@@ -4,9 +4,8 @@
 //
 // kAvx512 needs F, BW, DQ and VL (Skylake-X and later). kAvx512Vbmi2 needs VBMI and VBMI2 as well
 // (Ice Lake, Zen 4 and later): VBMI2 expands and compresses bytes, which puts units in the order by
-// class and back; VBMI looks bytes up in tables of 256 (csrc/tables). Everything else is as with
-// kAvx512: the rANS decoder looks its tables up with two-register permutes of 32-bit elements,
-// which are AVX-512F.
+// class and back, and expands words of 16 bits, which fills the lanes of the rANS decoder; VBMI
+// looks bytes up in tables of 128 (that decoder) and 256 (csrc/tables).
 #pragma once
 
 #if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__

@@ -3,8 +3,9 @@
 // A RansDecoder is set up once for a stream (rans_open) and then yields units in order, any number
 // of rounds at a time, so that a chunk can be decoded and merged block by block in L1. There are
 // several inner loops for the same stream:
-// - AVX-512, at most 64 codes: the alias tables live in registers
-// (rans/decode_buckets_avx512.hpp);
+// - AVX-512, at most 64 codes: the alias tables live in registers (rans/decode_parts_avx512.hpp; if
+// VBMI2 is missing, rans/decode_buckets_avx512.hpp);
+// - AVX2, at most 32 codes: they are looked up by byte shuffles (rans/decode_parts_avx2.hpp);
 // - others, 128 lanes: one load a lane from a table of 4096 entries (16 KiB, in L1), with AVX-512,
 // AVX2 or the baseline (rans/decode_avx512.hpp, rans/decode_avx2.hpp, rans/decode_portable.hpp);
 // - fewer lanes: the same table, one lane at a time.
@@ -19,6 +20,8 @@
 #include "rans/decode_avx512.hpp"
 #include "rans/decode_buckets_avx512.hpp"
 #include "rans/decode_neon.hpp"
+#include "rans/decode_parts_avx2.hpp"
+#include "rans/decode_parts_avx512.hpp"
 #include "rans/decode_portable.hpp"
 #include "rans/decoder.hpp"
 
@@ -90,6 +93,7 @@ inline void decode_rounds_portable(RansDecoder& decoder, std::size_t n_rounds, u
 
 PACKHORSE_AVX2 inline void decode_rounds_avx2(RansDecoder& decoder, std::size_t n_rounds,
                                               uint8_t* dst, Ahead& ahead) {
+    if (!decoder.has_table) return decode_rounds_pairs_avx2(decoder, n_rounds, dst, ahead);
     decode_rounds_wide_avx2(decoder.states, decoder.table, n_rounds, decoder.words, dst, ahead);
 }
 
@@ -111,12 +115,28 @@ PACKHORSE_AVX512 inline void decode_rounds_avx512_any(RansDecoder& decoder, std:
     }
 }
 
+PACKHORSE_AVX512_VBMI2 inline void decode_rounds_vbmi2_any(RansDecoder& decoder,
+                                                           std::size_t n_rounds, uint8_t* dst,
+                                                           Ahead& ahead) {
+    switch (decoder.model.n_buckets()) {
+        case kNarrowBuckets:
+            return decode_rounds_vbmi2<NarrowPartsVbmi2>(decoder, n_rounds, dst, ahead);
+        case kWideBuckets:
+            return decode_rounds_vbmi2<WidePartsVbmi2>(decoder, n_rounds, dst, ahead);
+        default:
+            return decode_rounds_large_avx512(decoder.states, decoder.table, n_rounds,
+                                              decoder.words, dst, ahead);
+    }
+}
+
 #endif
 
 inline void decode_rounds(RansDecoder& decoder, std::size_t n_rounds, uint8_t* dst, Ahead& ahead,
                           Isa isa) {
 #if PACKHORSE_X86
     const bool wide = decoder.lanes_log == kMaxLanesLog;
+    if (isa >= Isa::kAvx512Vbmi2 && wide)
+        return decode_rounds_vbmi2_any(decoder, n_rounds, dst, ahead);
     if (isa >= Isa::kAvx512 && wide) return decode_rounds_avx512_any(decoder, n_rounds, dst, ahead);
     if (isa >= Isa::kAvx2)
         return wide ? decode_rounds_avx2(decoder, n_rounds, dst, ahead)

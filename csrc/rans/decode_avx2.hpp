@@ -1,4 +1,4 @@
-// Decoding rounds of 128 lanes with AVX2 (docs/format.md, 6.4).
+// Decoding rounds of 128 lanes with AVX2 and more than 32 codes (docs/format.md, 6.4).
 // A register holds eight lanes, whose entries are loaded one by one. A gather instruction would do
 // the same, but on the machine that was measured it more than doubled the time of decoding
 //(docs/decisions.md, section 4).

@@ -11,7 +11,7 @@ namespace packhorse {
 
 constexpr std::size_t kRoundWordsNbytes =
     2 * kMaxLanes;                             // a round takes at most one word for each lane
-constexpr std::size_t kVectorLoadNbytes = 32;  // words are loaded 16 at a time
+constexpr std::size_t kVectorLoadNbytes = 64;  // words are loaded up to 32 at a time
 constexpr std::size_t kWordsMargin = kRoundWordsNbytes + kVectorLoadNbytes;
 constexpr std::size_t kWordsLead = 2;  // the portable path may load one word before its own
 
@@ -19,8 +19,10 @@ struct alignas(64) RansDecoder {
     uint32_t states[kMaxLanes];
     uint32_t table[kProbSum];
     BucketEntries buckets;
-    BucketHalves halves;  // of 64 buckets
-    BucketBytes narrow;   // of 32 buckets
+    BucketHalves halves;  // of 64 buckets, for AVX-512 without VBMI2
+    BucketParts parts;    // for AVX-512 with VBMI2
+    PairTables pairs;     // of 32 buckets, for AVX2
+    BucketBytes narrow;   // of 32 buckets, for NEON
     AliasTables alias;
     RansModel model;
     bool has_table;  // if not, entries are found in the buckets
@@ -71,27 +73,36 @@ inline Status read_rans_body(const uint8_t* src, std::size_t nbytes, std::size_t
     return (out.words_end - out.words) % 2 == 0 ? Status::kOk : Status::kStreamLength;
 }
 
+// Whether a code path of x86-64 finds entries in the buckets rather than in a table of 4096.
+inline bool looks_up_buckets(const RansDecoder& decoder, Isa isa) {
+    if (decoder.lanes_log != kMaxLanesLog) return false;
+    if (isa >= Isa::kAvx512) return decoder.model.n_buckets() > 0;
+    return isa >= Isa::kAvx2 && decoder.model.n_buckets() == kNarrowBuckets;
+}
+
 // Builds the tables of `decoder.model` that `isa` needs.
 inline void build_rans_tables(RansDecoder& decoder, Isa isa) {
-    if (decoder.model.n_buckets() > 0) {
-        build_alias(decoder.model, decoder.alias);
-        if (isa >= Isa::kAvx512 && decoder.lanes_log == kMaxLanesLog) {
-            fill_bucket_entries(decoder.model, decoder.alias, decoder.buckets);
-            if (decoder.model.n_buckets() == kWideBuckets)
-                fill_bucket_halves(decoder.alias, decoder.buckets, decoder.halves);
-            decoder.has_table = false;
-            return;
-        }
-#if PACKHORSE_ARM
-        if (isa >= Isa::kNeon && decoder.lanes_log == kMaxLanesLog &&
-            decoder.model.n_buckets() == kNarrowBuckets) {
-            fill_bucket_entries(decoder.model, decoder.alias, decoder.buckets);
-            fill_bucket_bytes(decoder.model, decoder.alias, decoder.buckets, decoder.narrow);
-            decoder.has_table = false;
-            return;
-        }
-#endif
+    const uint32_t n_buckets = decoder.model.n_buckets();
+    if (n_buckets > 0) build_alias(decoder.model, decoder.alias);
+    if (looks_up_buckets(decoder, isa)) {
+        fill_bucket_entries(decoder.model, decoder.alias, decoder.buckets);
+        if (isa >= Isa::kAvx512Vbmi2)
+            fill_bucket_parts(decoder.model, decoder.alias, decoder.buckets, decoder.parts);
+        else if (n_buckets == kWideBuckets)
+            fill_bucket_halves(decoder.alias, decoder.buckets, decoder.halves);
+        else if (isa < Isa::kAvx512)
+            fill_pair_tables(decoder.alias, decoder.buckets, decoder.pairs);
+        decoder.has_table = false;
+        return;
     }
+#if PACKHORSE_ARM
+    if (isa >= Isa::kNeon && decoder.lanes_log == kMaxLanesLog && n_buckets == kNarrowBuckets) {
+        fill_bucket_entries(decoder.model, decoder.alias, decoder.buckets);
+        fill_bucket_bytes(decoder.model, decoder.alias, decoder.buckets, decoder.narrow);
+        decoder.has_table = false;
+        return;
+    }
+#endif
     fill_decode_table(decoder.model, decoder.alias, decoder.table);
     decoder.has_table = true;
 }

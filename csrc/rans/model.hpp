@@ -376,6 +376,63 @@ inline void fill_bucket_bytes(const RansModel& model, const AliasTables& tables,
     }
 }
 
+// The parts of all buckets by number: 2b and 2b + 1 are those of bucket b, whose first slot is
+// s * b. The number of a slot's part is (slot + lift[b]) / s.
+struct BucketParts {
+    alignas(64) uint16_t lift[kWideBuckets];
+    alignas(64) uint16_t f16[2 * kWideBuckets];   // 16 * freq
+    alignas(64) uint16_t bias[2 * kWideBuckets];  // rank - slot, modulo 2^16
+    alignas(64) uint8_t unit[2 * kWideBuckets];
+};
+
+inline void fill_bucket_parts(const RansModel& model, const AliasTables& tables,
+                              const BucketEntries& entries, BucketParts& parts) {
+    const uint32_t n_slots = kProbSum / model.n_buckets();
+    for (uint32_t b = 0; b < model.n_buckets(); ++b) {
+        parts.lift[b] = static_cast<uint16_t>((2 * b + 1) * n_slots - tables.threshold[b]);
+        const uint32_t both[2] = {entries.first[b], entries.second[b]};
+        for (uint32_t i = 0; i < 2; ++i) {
+            const uint32_t bias = both[i] >> kProbBits & (kProbSum - 1);
+            parts.f16[2 * b + i] = static_cast<uint16_t>(both[i] << 4);
+            parts.bias[2 * b + i] = static_cast<uint16_t>(bias > 0 ? bias - kProbSum : 0);
+            parts.unit[2 * b + i] = static_cast<uint8_t>(both[i] >> 24);
+        }
+    }
+}
+
+// The parts of 32 buckets for look-ups of bytes. Two neighbouring buckets are a pair of 256 slots
+// and four parts. A part ends at the lower byte of its last slot, read as a signed number.
+struct PairTables {
+    alignas(16) uint8_t last_of_first[kNarrowBuckets / 2];
+    alignas(16) uint8_t last_of_third[kNarrowBuckets / 2];
+    // By byte and part: the low bits of 16 * freq with the high bits of bias, the high bits of
+    // 16 * freq, the low bits of bias, the unit.
+    alignas(16) uint8_t byte[4][4][kNarrowBuckets / 2];
+};
+
+inline void fill_pair_tables(const AliasTables& tables, const BucketEntries& entries,
+                             PairTables& pairs) {
+    for (uint32_t k = 0; k < kNarrowBuckets / 2; ++k) {
+        const uint32_t b = 2 * k;
+        // The byte before the third part belongs to the other bucket, so a third part without slots
+        // becomes like the fourth instead.
+        const bool has_third = tables.threshold[b + 1] % 256 != 128;
+        const uint32_t part[4] = {entries.first[b], entries.second[b],
+                                  has_third ? entries.first[b + 1] : entries.second[b + 1],
+                                  entries.second[b + 1]};
+        pairs.last_of_first[k] = static_cast<uint8_t>(tables.threshold[b] - 1);
+        pairs.last_of_third[k] = static_cast<uint8_t>(tables.threshold[b + 1] - 1);
+        for (uint32_t i = 0; i < 4; ++i) {
+            const uint32_t freq = part[i] & (kProbSum - 1);
+            const uint32_t bias = part[i] >> kProbBits & (kProbSum - 1);
+            pairs.byte[0][i][k] = static_cast<uint8_t>(freq << 4 | bias >> 8);
+            pairs.byte[1][i][k] = static_cast<uint8_t>(freq >> 4);
+            pairs.byte[2][i][k] = static_cast<uint8_t>(bias);
+            pairs.byte[3][i][k] = static_cast<uint8_t>(part[i] >> 24);
+        }
+    }
+}
+
 inline void fill_decode_table(const RansModel& model, const AliasTables& tables, uint32_t* table) {
     for_each_run(model, tables, [&](uint32_t code, uint32_t first, uint32_t n, uint32_t rank) {
         std::fill_n(table + first, n, pack_entry(model, code, first, rank));
