@@ -10,7 +10,8 @@ unchecked byte decides how much memory is allocated.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -26,6 +27,8 @@ from packhorse.codecs.content import (
     changed_sum,
     content_hash,
     content_sum,
+    hash_leaves,
+    hash_root,
 )
 from packhorse.codecs.plan import Plan
 from packhorse.codecs.side import decode_side
@@ -502,7 +505,7 @@ class Frame:
         self,
         *,
         threads: int | None = None,
-        window: ByteArray | None = None,
+        windows: Iterator[ByteArray] | None = None,
         base: Buffer | None = None,
     ) -> Iterator[ByteArray]:
         """Decodes the tensor window by window, in the same memory whatever its size, and compares
@@ -510,11 +513,12 @@ class Frame:
 
         Args:
             threads: the number of threads; None for one per core, at most 8.
-            window: memory to decode to, of `window_nbytes`; None to take new memory.
+            windows: gives memory of `window_nbytes` to decode each piece to; None to take new
+                memory for the first piece, and use it for all.
             base: as for `decompress_into`.
 
         Yields:
-            The next bytes of the tensor, each valid until the next is requested.
+            The next bytes of the tensor, each valid until its memory is used again.
 
         Raises:
             BaseMismatchError: as `decompress_into`.
@@ -523,21 +527,58 @@ class Frame:
         """
         n_threads = resolve_threads(threads)
         tensor = self._encoded(self._matching_base(base, n_threads))
-        window = np.empty(self.window_nbytes, np.uint8) if window is None else window
+        windows = windows or repeat(np.empty(self.window_nbytes, np.uint8))
         hasher = ContentHasher(has_sum=self.has_sum)
         for start in range(0, self.logical_nbytes, _WINDOW_NBYTES):
             stop = min(start + _WINDOW_NBYTES, self.logical_nbytes)
-            piece = window[: stop - start]
+            piece = next(windows)[: stop - start]
             self._decode(tensor, piece, start, n_threads)
             hasher.add(piece, n_threads)
             yield piece
-        digest = hasher.digest()
+        self._check_content(hasher.digest())
+
+    def _check_content(self, digest: bytes) -> None:
         if digest != self.content_hash:
             raise self._error(
                 f"the content hash of the decoded bytes is {digest.hex()}, and the frame says "
                 f"{self.content_hash.hex()}",
                 24,
             )
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether `verify_part` can check parts of the tensor by themselves."""
+        return self._header.base is None and not self.has_sum
+
+    def verify_part(self, start: int, stop: int, window: ByteArray) -> ByteArray:
+        """Checks a part of the tensor, except for its content hash. Several threads may check parts
+        of one frame at once.
+
+        Args:
+            start: first byte, a multiple of the lengths of chunks and of leaves of the hash.
+            stop: one past the last byte; such a multiple, or the end of the tensor.
+            window: memory to decode to.
+
+        Returns:
+            The hashes of the part's leaves, for `verify_parts`.
+
+        Raises:
+            CorruptionError: what is wrong, with tensor, chunk and byte offset.
+        """
+        piece = window[: stop - start]
+        self._decode(self._encoded(None), piece, start, 1)
+        return hash_leaves(piece)
+
+    def verify_parts(self, leaves: Sequence[ByteArray]) -> None:
+        """Checks the content hash.
+
+        Args:
+            leaves: what `verify_part` returned for all parts, in their order.
+
+        Raises:
+            CorruptionError: the hash is wrong.
+        """
+        self._check_content(hash_root(np.concatenate(leaves)))
 
     @property
     def window_nbytes(self) -> int:
@@ -563,7 +604,8 @@ class Frame:
             BaseMismatchError: as `decompress_into`.
             CorruptionError: what is wrong, with tensor, chunk and byte offset.
         """
-        for _ in self.pieces(threads=threads, window=window, base=base):
+        windows = None if window is None else repeat(window)
+        for _ in self.pieces(threads=threads, windows=windows, base=base):
             pass
 
     def _side_data(self) -> Side | None:
