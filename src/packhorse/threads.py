@@ -16,7 +16,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
-__all__ = ["batches", "in_order", "map_tensors"]
+__all__ = ["batches", "in_order", "map_tensors", "one_ahead"]
 
 _Result = TypeVar("_Result")
 
@@ -147,6 +147,31 @@ def in_order(
         while ahead:
             yield ahead.popleft()()
             ahead.extend(islice(results, 1))
+
+
+def one_ahead(results: Iterator[_Result], nbytes: int) -> Generator[_Result, None, None]:
+    """Yields what an iterator yields, while a thread takes its next result. The caller closes the
+    generator, which waits for the thread.
+
+    Args:
+        results: the iterator. One thread at a time uses it. When a result is requested, the result
+            before is no longer used, so the iterator may reuse the memory of every other result.
+        nbytes: the size of all that the results stand for; for one batch, no thread is started.
+    """
+    if nbytes <= _BATCH_NBYTES:
+        yield from results
+        return
+    end = object()
+
+    def take(_: int) -> Any:
+        return next(results, end)
+
+    with ThreadPoolExecutor(1) as pool:
+        result = take(0)
+        while result is not end:
+            following = _submit(pool, take, 0)
+            yield result
+            result = following()
 
 
 def _submit(pool: ThreadPoolExecutor, work: Callable[[int], Any], i: int) -> Callable[[], Any]:

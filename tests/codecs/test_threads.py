@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import closing
 from itertools import pairwise
 
 import numpy as np
@@ -14,7 +15,7 @@ from packhorse import CorruptionError
 from packhorse import numpy as ph_numpy
 from packhorse import torch as ph_torch
 from packhorse.frame import max_frame_nbytes
-from packhorse.threads import batches, map_tensors
+from packhorse.threads import batches, map_tensors, one_ahead
 
 MIB = 1 << 20
 
@@ -166,3 +167,48 @@ def test_messages_say_which_of_many_is_wrong():
         ph_numpy.decompress_all([frames[1], bytes(damaged), frames[2]], threads=2)
     with pytest.raises(CorruptionError, match="the frames hold 1361204 bytes together, more than"):
         ph_numpy.decompress_all(frames, max_nbytes=1_000_000)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1 << 30])
+def test_a_thread_takes_the_next_result_while_one_is_used(nbytes):
+    taken = []
+
+    def results():
+        for i in range(5):
+            taken.append((i, threading.get_ident()))
+            yield i
+
+    used = []
+    with closing(one_ahead(results(), nbytes)) as found:
+        for i in found:
+            used.append(i)
+            assert max(taken)[0] <= i + 1
+    assert used == list(range(5))
+    is_alone = {thread for _, thread in taken} == {threading.get_ident()}
+    assert is_alone == (nbytes == 0)
+
+
+def test_an_error_of_the_next_result_comes_in_its_turn():
+    def results():
+        yield 1
+        raise ValueError("second")
+
+    found = one_ahead(results(), 1 << 30)
+    assert next(found) == 1
+    with pytest.raises(ValueError, match="second"):
+        next(found)
+
+
+def test_closing_waits_for_the_thread():
+    is_done = []
+
+    def results():
+        yield 1
+        time.sleep(0.1)
+        is_done.append(True)
+        yield 2
+
+    found = one_ahead(results(), 1 << 30)
+    assert next(found) == 1
+    found.close()
+    assert is_done

@@ -323,13 +323,9 @@ def test_a_wrong_base_of_a_folder_leaves_nothing(tmp_path):
     assert not leftovers(tmp_path, "base", "model", "packed", "wrong")
 
 
-@pytest.mark.parametrize("n_calls", [1, 2, 3])
-def test_interrupted_work_leaves_nothing(tmp_path, pair, packed, n_calls):
-    calls = iter(range(n_calls - 1))
-
+def test_interrupted_work_leaves_nothing(tmp_path, pair, packed):
     def stop(nbytes: int) -> None:
-        if next(calls, None) is None:
-            raise KeyboardInterrupt
+        raise KeyboardInterrupt
 
     old, new = pair
     for work in (

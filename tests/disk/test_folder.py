@@ -216,7 +216,7 @@ def test_work_that_is_interrupted_leaves_no_folder(model, packed, tmp_path, erro
     def stop(nbytes: int) -> None:
         nonlocal count
         count += 1
-        if count == 10:
+        if count == 4:
             raise error
 
     before, packed_before = contents(model), contents(packed)

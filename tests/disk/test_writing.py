@@ -14,11 +14,16 @@ import numpy as np
 import pytest
 from disk_samples import entry, file_bytes, leftovers, write_sample
 
+import packhorse
+from packhorse.codecs.content import crc32c
 from packhorse.disk import (
+    container,
     pack_file,
     unpack_file,
+    verify_file,
 )
 from packhorse.disk.container import write_packed
+from packhorse.layout import HEADER_CRC_OFFSET
 from packhorse.storage.safetensors_header import build_header
 
 
@@ -218,3 +223,67 @@ def test_memory_is_bounded_by_the_largest_tensor_not_the_file(tmp_path):
         command = [sys.executable, "-c", PEAK, work, *map(str, paths)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         assert int(done.stdout) < 4 * tensor_nbytes, work
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A file of several batches, with large tensors among small ones."""
+    rng = np.random.default_rng(5)
+    sizes = [40_000_000, 3, 20_000_000, 9_000_001, 0, 30_000_000, 5_000_000, 77]
+    tensors, start = {}, 0
+    for i, size in enumerate(sizes):
+        tensors[str(i)] = entry(start, start + 2 * size, "BF16", [size])
+        start += 2 * size
+    path = tmp_path_factory.mktemp("large") / "model.safetensors"
+    with path.open("wb") as file:
+        file.write(file_bytes(tensors))
+        block = rng.standard_normal(1 << 20).astype(ml_dtypes.bfloat16)
+        for size in sizes:
+            file.write(np.resize(block, size).tobytes())
+    return path
+
+
+WAYS = {
+    "as it is": {},
+    "one thread": {"threads": 1},
+    "batches one after the other": {"ahead": 0},
+    "through the cache": {"direct": False},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_batches_that_overlap_give_the_same_file(tmp_path, monkeypatch, large, way):
+    options = dict(WAYS[way])
+    whole = tmp_path / "whole"
+    pack_file(large, whole)
+    monkeypatch.setattr(container, "AHEAD_NBYTES", options.pop("ahead", container.AHEAD_NBYTES))
+    if not options.pop("direct", True):
+        monkeypatch.delattr(os, "O_DIRECT", raising=False)
+    pack_file(large, tmp_path / "packed", **options)
+    assert (tmp_path / "packed").read_bytes() == whole.read_bytes()
+    assert verify_file(tmp_path / "packed", **options) == []
+    unpack_file(tmp_path / "packed", tmp_path / "back", **options)
+    assert (tmp_path / "back").read_bytes() == large.read_bytes()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_large_tensor_that_is_damaged_is_one_problem(tmp_path, large, threads):
+    packed = tmp_path / "packed"
+    pack_file(large, packed)
+    with packhorse.open_file(packed) as file:
+        frames = [file.frame(str(i)) for i in (0, 2)]
+        headers = [bytes(frame.buffer()[: frame.header.header_nbytes]) for frame in frames]
+    data = bytearray(packed.read_bytes())
+    starts = [data.index(header) for header in headers]
+    # All chunks of the first tensor are good, and only the content hash is not.
+    wrong = bytearray(headers[0].replace(frames[0].content_hash, bytes(16)))
+    wrong[HEADER_CRC_OFFSET : HEADER_CRC_OFFSET + 4] = bytes(4)
+    wrong[HEADER_CRC_OFFSET : HEADER_CRC_OFFSET + 4] = crc32c(wrong).to_bytes(4, "little")
+    data[starts[0] : starts[0] + len(wrong)] = wrong
+    for place in (frames[1].nbytes // 2, frames[1].nbytes - 5000):  # two chunks of the other
+        data[starts[1] + place] ^= 1
+    packed.write_bytes(data)
+    problems = verify_file(packed, threads=threads)
+    assert [problem.tensor for problem in problems] == ["0", "2"]
+    assert "content hash" in problems[0].message
+    assert "chunk" in problems[1].message

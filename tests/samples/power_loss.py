@@ -22,6 +22,10 @@ from packhorse.storage.rename import rename_new
 
 __all__ = ["Recorder", "Told"]
 
+_RECORDED = (
+    "open", "close", "pwrite", "pwritev", "fsync", "replace", "unlink", "mkdir", "rmdir"
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Told:
@@ -68,7 +72,17 @@ class Recorder:
     def recording(self) -> Iterator[None]:
         """Record until the block ends."""
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("open", "close", "pwrite", "fsync", "replace", "unlink", "mkdir", "rmdir"):
+            for name in (
+                "open",
+                "close",
+                "pwrite",
+                "pwritev",
+                "fsync",
+                "replace",
+                "unlink",
+                "mkdir",
+                "rmdir",
+            ):
                 patch.setattr(os, name, self._wrapped(name, getattr(os, name)))
             patch.setattr(atomic, "rename_new", self._wrapped("replace", rename_new))
             yield
@@ -113,6 +127,9 @@ class Recorder:
         if isinstance(inode, int):
             copy = bytes(data)[:written]
             self.ops.append(_Op("write", inode, lambda disk: disk.write(inode, offset, copy)))
+
+    def _note_pwritev(self, written: int, descriptor: int, views: Any, offset: int) -> None:
+        self._note_pwrite(written, descriptor, b"".join(views), offset)
 
     def _note_fsync(self, _: None, descriptor: int) -> None:
         target = self._open.get(descriptor)

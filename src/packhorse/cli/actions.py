@@ -7,12 +7,11 @@ measures the time, and turns the results into rows.
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import packhorse
 from packhorse.cli.failures import UsageError
 from packhorse.cli.jobs import Job, packed_files
-from packhorse.cli.measure import Settings, bench_file
 from packhorse.cli.rows import (
     BenchedFile,
     FileRow,
@@ -48,6 +47,9 @@ from packhorse.frame import Frame
 from packhorse.storage.locations import Place
 from packhorse.storage.source import header_at
 from packhorse.storage.source_file import stamp_of
+
+if TYPE_CHECKING:
+    from packhorse.cli.measure import Settings
 
 __all__ = ["Watch", "bench", "inspect", "pack", "plan", "unpack", "verify"]
 
@@ -149,8 +151,10 @@ def verify(
     )
 
 
-def bench(path: Place, base: Place | None, settings: Settings, watch: Watch) -> BenchedFile:
+def bench(path: Place, base: Place | None, settings: "Settings", watch: Watch) -> BenchedFile:
     """Time the codecs on a file's tensors, in memory."""
+    from packhorse.cli.measure import bench_file
+
     if path.is_dir():
         raise UsageError(f"{path}: this is a folder, but bench needs a file; name one of its files")
     header = header_at(path)

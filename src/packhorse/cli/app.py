@@ -12,6 +12,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -20,7 +21,7 @@ import typer
 
 import packhorse
 from packhorse.arguments import resolve_threads
-from packhorse.cli import actions, cluster, render
+from packhorse.cli import actions, render
 from packhorse.cli.failures import (
     ExitCode,
     Stopped,
@@ -31,7 +32,6 @@ from packhorse.cli.failures import (
 )
 from packhorse.cli.help import plain_types
 from packhorse.cli.jobs import Job, check_source, pack_jobs, unpack_jobs
-from packhorse.cli.measure import Settings
 from packhorse.cli.options import (
     Base,
     Check,
@@ -47,16 +47,10 @@ from packhorse.cli.options import (
     Scheduler,
     Threads,
 )
-from packhorse.cli.report import add_report
 from packhorse.cli.rows import BenchedFile, FileRow, PlannedFile, TunedMatrix, VerifiedFile
 from packhorse.cli.runs import Outcome, Source, each, wants_json
-from packhorse.cli.shelf import shelf_app
 from packhorse.cli.signals import ENDING, stop_start
-from packhorse.cli.snapshots import snapshot_app
 from packhorse.cli.standard_streams import OutputClosed, safe_streams
-from packhorse.cli.tune import TuneJob, check_gpu, measure, predict, tune_jobs
-from packhorse.disk.cluster.steps import PART_NBYTES
-from packhorse.disk.cluster.steps import Settings as ManySettings
 from packhorse.layout import FRAME_VERSION
 from packhorse.storage.locations import Place, open_place
 
@@ -79,10 +73,6 @@ _app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-_app.add_typer(snapshot_app, name="snapshot")
-_app.add_typer(shelf_app, name="shelf")
 
 # readable=False turns off typer's own check of paths: failures.py words the system's errors.
 Models = Annotated[
@@ -129,7 +119,8 @@ def _ended(words: list[str], outcome: Outcome, json: bool) -> int:
     """Run a verb, report an error, and return the exit code."""
     try:
         # With --json, typer raises mistakes in the options instead of drawing them.
-        ended = _command(args=words, prog_name="packhorse", standalone_mode=not json)
+        command = _command(words)
+        ended = command(args=words, prog_name="packhorse", standalone_mode=not json)
         return ended if isinstance(ended, int) else ExitCode.OK
     except SystemExit as ended:  # how typer ends every run, with its own usage errors as 2
         return ended.code if isinstance(ended.code, int) else ExitCode.USAGE
@@ -273,9 +264,11 @@ def pack(
     jobs = pack_jobs(src, output, force=force or dry_run or scheduler is not None)
     old = _base_of(base)
     if scheduler is not None:
-        settings = ManySettings(
+        from packhorse.cli import cluster
+
+        settings = cluster.Settings(
             "pack", level.value, force, threads, old, check is CheckName.WHOLE,
-            part_nbytes or PART_NBYTES, is_dry=dry_run,
+            part_nbytes or cluster.PART_NBYTES, is_dry=dry_run,
         )  # fmt: skip
         cluster.on_cluster(scheduler, jobs, settings, json=json)
     elif dry_run:
@@ -323,7 +316,9 @@ def unpack(
     old = _base_of(base)
     jobs = unpack_jobs(src, output, force=force or scheduler is not None)
     if scheduler is not None:
-        settings = ManySettings(
+        from packhorse.cli import cluster
+
+        settings = cluster.Settings(
             "unpack", force=force, threads=threads, base=old, whole=check is CheckName.WHOLE,
             max_nbytes=max_nbytes,
         )  # fmt: skip
@@ -381,7 +376,9 @@ def verify(
 
     old = _base_of(base)
     if scheduler is not None:
-        settings = ManySettings("verify", threads=threads, base=old, max_nbytes=max_nbytes)
+        from packhorse.cli import cluster
+
+        settings = cluster.Settings("verify", threads=threads, base=old, max_nbytes=max_nbytes)
         jobs = cluster.verify_jobs([check_source(path) for path in src])
         is_good = cluster.on_cluster(scheduler, jobs, settings, json=json)
     else:
@@ -415,6 +412,8 @@ def bench(
     - `packhorse bench model.safetensors --level fast --threads 1`
     - `packhorse bench tuned.safetensors --base original.safetensors`
     """
+    from packhorse.cli.measure import Settings
+
     old = _base_of(base)
     settings = Settings(level.value, resolve_threads(threads), repeat)
 
@@ -473,6 +472,8 @@ def tune(
     - `packhorse tune --shape 4096x14336 --format W12 --format W11`
     - `packhorse tune path/to/model-folder --dry-run --gpu H200`
     """
+    from packhorse.cli.tune import TuneJob, check_gpu, measure, predict, tune_jobs
+
     if gpu is not None and not dry_run:
         raise UsageError("--gpu selects the GPU to predict for, so it needs --dry-run")
     if dry_run and (again or cache is not None):
@@ -487,9 +488,6 @@ def tune(
             return measure(job, cache, again=again)
 
     each(jobs, work, render.tune_table, json)
-
-
-add_report(_app)
 
 
 def _refuse_alone(
@@ -537,4 +535,25 @@ def _signals() -> Iterator[None]:
 # Depending on its version, typer uses click or a copy of it. This is the base class of the errors
 # that its parser raises, in either case.
 _UsageFault: type[Any] = typer.BadParameter.__bases__[0]
-_command = plain_types(typer.main.get_command(_app))
+
+
+def _command(words: list[str]) -> Any:
+    """The program, or only the verb that the command line begins with: to import and to declare
+    the others would take longer than to verify a small model."""
+    app = copy(_app)
+    app.registered_commands = [
+        command
+        for command in _app.registered_commands
+        if command.callback is not None and [command.callback.__name__] == words[:1]
+    ]
+    if not app.registered_commands:
+        from packhorse.cli.report import add_report
+        from packhorse.cli.shelf import shelf_app
+        from packhorse.cli.snapshots import snapshot_app
+
+        app.registered_commands = list(_app.registered_commands)
+        app.registered_groups = []
+        add_report(app)
+        app.add_typer(snapshot_app, name="snapshot")
+        app.add_typer(shelf_app, name="shelf")
+    return plain_types(typer.main.get_command(app))

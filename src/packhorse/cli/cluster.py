@@ -13,14 +13,14 @@ from packhorse.cli.rows import ProblemRow, SharedFile, ratio
 from packhorse.cli.runs import Outcome, together
 from packhorse.disk.cluster import FileReport
 from packhorse.disk.cluster.many import run_jobs
+from packhorse.disk.cluster.steps import PART_NBYTES, Settings
 from packhorse.disk.cluster.steps import Job as SharedJob
-from packhorse.disk.cluster.steps import Settings
 from packhorse.disk.cluster.work import clean_up
 from packhorse.disk.results import Progress
 from packhorse.storage.cluster import LOCAL, connected, quieten
 from packhorse.storage.locations import Place
 
-__all__ = ["on_cluster", "verify_jobs"]
+__all__ = ["PART_NBYTES", "Settings", "on_cluster", "verify_jobs"]
 
 
 def verify_jobs(sources: Sequence[Place]) -> list[SharedJob]:

@@ -1,11 +1,13 @@
 """Packing whole safetensors files, tensor by tensor (docs/format.md, section 8).
 
 Tensors are handled in batches of at most 32 MiB, or one larger tensor, and threads share the
-tensors of a batch (`threads.py`). So the memory needed depends on the largest batch or tensor, not
-on the file. The source is mapped in parts (`source_file.py`), or read ahead if it is at a URL
-(`remote_source.py`), and the frames of every batch are built in the same buffer. The file is
-written from front to back. Room is left for its header, which is filled in at the end; so a file at
-a URL is written to a temporary file of this machine first (`storage/upload.py`).
+tensors of a batch (`threads.py`). While a batch is packed, the one before it is written, unless
+they are too large together. So the memory needed depends on the largest batch or tensor, not on
+the file. The source is mapped in parts (`source_file.py`), or read ahead if it is at a URL
+(`remote_source.py`), and the frames of every batch are built in one of two buffers. The file is
+written from front to back (`output_file.py`). Room is left for its header, which is filled in at
+the end; so a file at a URL is written to a temporary file of this machine first
+(`storage/upload.py`).
 
 With a base (`base_files.py`), a tensor is packed as differences from the base's tensor of the same
 name if these are shorter. Every base is looked up before any output is written. Its
@@ -19,8 +21,9 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, islice
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -48,16 +51,18 @@ from packhorse.frame.many import PackJob, compress_many
 from packhorse.framework import Framework
 from packhorse.layout import Level
 from packhorse.storage.locations import Place, open_place, writing
+from packhorse.storage.output_file import PLACING_NBYTES, placed
 from packhorse.storage.safetensors_header import FileHeader, TensorEntry, build_header
 from packhorse.storage.source import header_at, open_source
 from packhorse.storage.source_file import Source, stamp_of
 from packhorse.storage.strict_json import shortened, shown
-from packhorse.threads import batches
+from packhorse.threads import batches, one_ahead
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = [
+    "AHEAD_NBYTES",
     "PICKLE_SUFFIXES",
     "Packed",
     "check_tensors",
@@ -79,6 +84,8 @@ PICKLE_SUFFIXES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
 
 # Bytes of a part that are copied at a time.
 _COPY_NBYTES = 1 << 24
+# A batch is packed while the one before is written if they need no more memory together.
+AHEAD_NBYTES = 1 << 29
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +104,25 @@ class Packed:
 class _Sink(Protocol):
     """What a packed file is written to: a file or memory."""
 
+    @property
+    def nbytes(self) -> int: ...
+
     def write(self, data: Buffer) -> object: ...
+
+    def write_all(self, pieces: Iterable[Buffer]) -> None: ...
 
     def patch(self, offset: int, data: Buffer) -> None: ...
 
 
 class _Memory(io.BytesIO):
     """A sink in memory; `getvalue` returns its bytes without a copy."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.tell()
+
+    def write_all(self, pieces: Iterable[Buffer]) -> None:
+        self.writelines(pieces)
 
     def patch(self, offset: int, data: Buffer) -> None:
         self.seek(offset)
@@ -440,20 +459,46 @@ def _rendered(
 def _write_frames(
     sink: _Sink, all_entries: Sequence[TensorEntry], buffers: Iterable[Buffer], coder: _Coder
 ) -> tuple[TensorResult, ...]:
+    tensors: list[TensorResult] = []
+    packed = _packed_batches(all_entries, buffers, sink.nbytes, coder)
+    nbytes = sum([entry.nbytes for entry in all_entries])
+    with closing(one_ahead(packed, nbytes)) as batches_of_frames:
+        for frames in batches_of_frames:
+            sink.write_all([frame.buffer() for frame in frames])
+            entries = all_entries[len(tensors) : len(tensors) + len(frames)]
+            for entry, frame in zip(entries, frames, strict=True):
+                tensors.append(tensor_result(entry, frame.nbytes, frame.base_hash))
+            if frames:
+                coder.progress(sum([entry.nbytes for entry in entries]))
+    return tuple(tensors)
+
+
+def _packed_batches(
+    all_entries: Sequence[TensorEntry], buffers: Iterable[Buffer], offset: int, coder: _Coder
+) -> Iterator[list[Frame]]:
+    """The frames of all tensors, batch by batch. A batch lies in one of two buffers, at a place
+    that suits its offset in the file. If it and the batch before take too much memory together, it
+    is packed when that one is written: an empty batch comes between them."""
     rooms = [max_frame_nbytes(entry.dtype, entry.shape) for entry in all_entries]
     runs = list(batches([entry.nbytes for entry in all_entries]))
     # Room for the worst case; it costs nothing, because only pages that frames reach are touched.
-    out = np.empty(max((sum(rooms[run.start : run.stop]) for run in runs), default=0), np.uint8)
+    needed = [sum(rooms[run.start : run.stop]) + PLACING_NBYTES for run in runs]
+    both = [one + other <= AHEAD_NBYTES for one, other in pairwise(needed)]
+    memory = [
+        np.empty(max(needed, default=0), np.uint8),
+        np.empty(min(max(needed, default=0), AHEAD_NBYTES), np.uint8),
+    ]
     source = iter(buffers)
-    tensors = []
-    for run in runs:
+    number = 0
+    for run, is_ahead in zip(runs, [False, *both], strict=False):
+        if not is_ahead and run.start:
+            yield []
+        number = 1 - number if is_ahead else 0
+        out = placed(memory[number], offset)
         entries = all_entries[run.start : run.stop]
         frames = _pack_batch(entries, rooms[run.start : run.stop], source, out, coder)
-        for entry, frame in zip(entries, frames, strict=True):
-            sink.write(frame.buffer())
-            tensors.append(tensor_result(entry, frame.nbytes, frame.base_hash))
-            coder.progress(entry.nbytes)
-    return tuple(tensors)
+        offset += sum([frame.nbytes for frame in frames])
+        yield frames
 
 
 def _pack_batch(

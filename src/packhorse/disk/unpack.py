@@ -1,15 +1,17 @@
 """Unpacking whole packed files, tensor by tensor (docs/format.md, section 8).
 
-Tensors are decoded batch by batch to a buffer of 32 MiB, and a large tensor window by window. Every
-base is looked up before any output is written. Output is complete or absent, and the source is only
-read.
+Tensors are decoded batch by batch to a buffer of 32 MiB, and a large tensor window by window. There
+are two such buffers: while one is written, the other is filled. Every base is looked up before any
+output is written. Output is complete or absent, and the source is only read.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import accumulate, count, cycle
 from typing import Any
 
 from packhorse.arguments import resolve_threads
@@ -23,10 +25,11 @@ from packhorse.errors import blaming
 from packhorse.frame import Frame
 from packhorse.storage.frames.scratch import Window
 from packhorse.storage.locations import Place, open_place, writing
+from packhorse.storage.output_file import PLACING_NBYTES, placed
 from packhorse.storage.safetensors_header import TensorEntry
 from packhorse.storage.source import open_source
 from packhorse.storage.source_file import Source
-from packhorse.threads import batches, map_tensors
+from packhorse.threads import batches, map_tensors, one_ahead
 
 __all__ = ["check_bases", "unpack_file"]
 
@@ -88,8 +91,9 @@ def unpack_file(
             output.write(packed.original.prefix())
             unpacker = _Unpacker(source, packed, n_threads, lender)
             entries = packed.original.entries
-            for run in batches([entry.nbytes for entry in entries]):
-                for piece in unpacker.pieces(entries[run.start : run.stop]):
+            pieces = unpacker.pieces(entries, output.nbytes)
+            with closing(one_ahead(pieces, packed.original.data_nbytes)) as decoded:
+                for piece in decoded:
                     output.write(piece)
                     if progress is not None:
                         progress(piece.nbytes)
@@ -143,28 +147,49 @@ class _Unpacker:
     packed: PackedHeader
     threads: int
     lender: Lender
-    window: Window = field(default_factory=Window)
+    # Memory for the pieces. While one is written, the next is decoded.
+    windows: Iterator[Window] = field(default_factory=lambda: cycle((Window(), Window())))
 
-    def pieces(self, entries: Sequence[TensorEntry]) -> Iterator[ByteArray]:
-        """The bytes of a batch of tensors, in pieces; a piece is valid until the next is taken."""
-        if len(entries) == 1:
-            with blaming(str(self.source.path)):
-                frame = self._open(entries[0])
-                window = self.window.take(frame.window_nbytes)
-                with self.lender.lend(entries[0].name, frame, self.threads) as loan:
-                    yield from frame.pieces(threads=self.threads, window=window, base=loan.data)
-            return
+    def pieces(self, entries: Sequence[TensorEntry], offset: int) -> Iterator[ByteArray]:
+        """The bytes of all tensors, in pieces; a piece is valid until the next but one is taken.
+
+        Args:
+            entries: the tensors.
+            offset: where their bytes begin in the output.
+        """
+        for run in batches([entry.nbytes for entry in entries]):
+            start = offset + entries[run.start].start
+            if len(run) == 1:
+                yield from self._large(entries[run.start], start)
+            else:
+                yield self._batch(entries[run.start : run.stop], start)
+
+    def _large(self, entry: TensorEntry, offset: int) -> Iterator[ByteArray]:
+        with blaming(str(self.source.path)):
+            frame = self._open(entry)
+            windows = (self._window(frame.window_nbytes, offset) for _ in count())
+            with self.lender.lend(entry.name, frame, self.threads) as loan:
+                yield from frame.pieces(threads=self.threads, windows=windows, base=loan.data)
+
+    def _batch(self, entries: Sequence[TensorEntry], offset: int) -> ByteArray:
         sizes = [entry.nbytes for entry in entries]
-        places = self.window.cut(sizes)
+        window = self._window(sum(sizes), offset)
+        ends = list(accumulate(sizes))
 
         def unpack(i: int, threads: int) -> None:
             with blaming(str(self.source.path)):
                 frame = self._open(entries[i])
+                place = window[ends[i] - sizes[i] : ends[i]]
                 with self.lender.lend(entries[i].name, frame, threads) as loan:
-                    frame.verify(threads=threads, window=places[i], base=loan.data)
+                    frame.verify(threads=threads, window=place, base=loan.data)
 
         map_tensors(unpack, sizes, self.threads)
-        yield from places
+        return window
+
+    def _window(self, nbytes: int, offset: int) -> ByteArray:
+        """Memory for a piece, at a place that suits its offset in the output."""
+        memory = next(self.windows).take(nbytes + PLACING_NBYTES)
+        return placed(memory, offset)[:nbytes]
 
     def _open(self, entry: TensorEntry) -> Frame:
         nbytes, offset = self.packed.frames[entry.name].nbytes, self.packed.frame_offset(entry.name)

@@ -9,43 +9,36 @@ unchecked byte decides how much memory is allocated.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from packhorse import _core
-from packhorse._core import Base, EncodedTensor, OpenFrame, Side
+from packhorse._core import Base, EncodedTensor, Side
 from packhorse.arguments import resolve_threads
-from packhorse.codecs.base import STATUS_WORDS, ByteArray, as_bytes, as_writable_bytes
+from packhorse.codecs.base import ByteArray, as_bytes, as_writable_bytes
 from packhorse.codecs.content import (
     ContentHasher,
     base_check,
     changed_sum,
-    content_hash,
-    content_sum,
+    hash_leaves,
+    hash_root,
 )
 from packhorse.codecs.plan import Plan
 from packhorse.codecs.side import decode_side
 from packhorse.errors import BaseMismatchError, CorruptionError
 from packhorse.frame.base import matching_base, unnamed_base
+from packhorse.frame.facts import FrameFacts
 from packhorse.frame.header import (
     FrameHeader,
-    PlaneSummary,
-    header_of,
     label,
     open_frame,
-    plane_summaries,
 )
 from packhorse.frame.patch import Patch, check_target
 from packhorse.frame.zstd import ZstdJob
-from packhorse.layout import (
-    DTYPE_BY_CODE,
-    Level,
-    Split,
-)
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -59,7 +52,7 @@ _Units: TypeAlias = NDArray[np.unsignedinteger]
 _WINDOW_NBYTES = 1 << 25
 
 
-class Frame:
+class Frame(FrameFacts):
     """One packed tensor: a checked header and a view of the bytes.
 
     Make one with `compress_buffer` (or `compress` of `packhorse.numpy` and `packhorse.torch`), or
@@ -76,23 +69,6 @@ class Frame:
         >>> part == bytes(range(256))
         True
     """
-
-    def __init__(
-        self,
-        data: ByteArray,
-        opened: OpenFrame,
-        name: str | None,
-        offset: int,
-        plan: Plan | Callable[[FrameHeader], Plan] | None = None,
-    ) -> None:
-        """Private: use `from_buffer`."""
-        self._data = data
-        self._opened = opened
-        self._name = name
-        self._offset = offset
-        self._plan = plan
-        self._fields: FrameHeader | None = None
-        self._side: ByteArray | None = None
 
     @classmethod
     def from_buffer(
@@ -123,120 +99,8 @@ class Frame:
         data = as_bytes(buffer, "buffer")
         return cls(data, open_frame(data, name, offset, max_nbytes), name, offset)
 
-    @property
-    def header(self) -> FrameHeader:
-        """The checked header. Its fields are read at first use: most frames are only decoded."""
-        if self._fields is None:
-            self._fields = header_of(self._opened)
-        return self._fields
-
-    @property
-    def nbytes(self) -> int:
-        """Length of the frame in bytes, a multiple of 64."""
-        return self._data.size
-
-    @property
-    def dtype(self) -> str:
-        """safetensors' name of the dtype."""
-        return DTYPE_BY_CODE[self._opened.dtype_code].name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor."""
-        return self._opened.shape
-
-    @property
-    def numel(self) -> int:
-        """Elements of the tensor."""
-        return math.prod(self.shape)
-
-    @property
-    def logical_nbytes(self) -> int:
-        """Bytes of the decoded tensor."""
-        return self._opened.nbytes
-
-    @property
-    def content_hash(self) -> bytes:
-        """16 bytes that name the tensor's content (docs/format.md, section 7)."""
-        return self._opened.content_hash
-
-    @property
-    def has_sum(self) -> bool:
-        """Whether content hashes, also the base's, are content sums."""
-        return self.header.has_sum
-
-    @property
-    def base_hash(self) -> bytes | None:
-        """Content hash of the base that the frame needs for unpacking; None if it needs none."""
-        return self._opened.base_hash
-
-    @property
-    def base_dtype(self) -> str | None:
-        """safetensors' name of the base's dtype; None if the frame needs no base."""
-        return None if self.header.base is None else self.header.base.dtype.name
-
-    @property
-    def split(self) -> Split:
-        """How units were split into planes."""
-        return self.header.split
-
-    @property
-    def level(self) -> Level | None:
-        """The level that the frame was packed at; None if the frame names no known level."""
-        level = self.header.level
-        return Level(level) if level in Level.__members__.values() else None
-
-    @property
-    def n_chunks(self) -> int:
-        """Number of chunks."""
-        return len(self.header.table)
-
-    @property
-    def chunk_nbytes(self) -> int:
-        """Decoded bytes of a full chunk."""
-        return self.header.geometry.chunk_nbytes
-
-    @property
-    def ratio(self) -> float:
-        """Decoded bytes divided by the frame's bytes, header included."""
-        return self.logical_nbytes / self.nbytes
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan that the frame was packed by; None for a frame that was read."""
-        if callable(self._plan):
-            self._plan = self._plan(self.header)
-        return self._plan
-
-    def digest_of(self, data: ByteArray, threads: int = 1) -> bytes:
-        """The content hash of some bytes, of the kind that the frame's content hashes have.
-
-        Args:
-            data: the bytes.
-            threads: how many to use.
-
-        Returns:
-            The hash: 16 bytes.
-        """
-        return (content_sum if self.has_sum else content_hash)(data, threads=threads)
-
-    def __repr__(self) -> str:
-        return f"Frame({self.dtype}, {self.shape}, nbytes={self.nbytes}, ratio={self.ratio:.3f})"
-
     def __reduce__(self) -> tuple[Callable[..., Frame], tuple[object, ...]]:
         return new_frame, (self._data, self._name, self.plan)
-
-    def to_bytes(self) -> bytes:
-        """Copies the frame's bytes."""
-        return self._data.tobytes()
-
-    def buffer(self) -> memoryview:
-        """Views the frame's bytes, read-only."""
-        return memoryview(self._data).toreadonly()
-
-    def planes(self) -> tuple[PlaneSummary, ...]:
-        """Sizes and modes of each plane."""
-        return plane_summaries(self.header)
 
     def decompress_into(
         self,
@@ -465,28 +329,11 @@ class Frame:
         if status:
             raise self.chunk_error(chunk, status)
 
-    def payload_range(self, start: int, stop: int) -> tuple[int, int]:
-        """Finds the bytes of the frame that `decompress_into` reads besides the header, for bytes
-        `start` to `stop` of the tensor. They are the bytes of the chunks that the range touches.
-
-        Args:
-            start: first byte.
-            stop: one past the last byte.
-
-        Returns:
-            First byte in the frame, and one past the last.
-        """
-        if start >= stop:
-            return self.header.header_nbytes, self.header.header_nbytes
-        offsets = self.header.chunk_offsets()
-        first, last = start // self.chunk_nbytes, (stop - 1) // self.chunk_nbytes
-        return int(offsets[first]), int(offsets[last + 1])
-
     def pieces(
         self,
         *,
         threads: int | None = None,
-        window: ByteArray | None = None,
+        windows: Iterator[ByteArray] | None = None,
         base: Buffer | None = None,
     ) -> Iterator[ByteArray]:
         """Decodes the tensor window by window, in the same memory whatever its size, and compares
@@ -494,11 +341,12 @@ class Frame:
 
         Args:
             threads: the number of threads; None for one per core, at most 8.
-            window: memory to decode to, of `window_nbytes`; None to take new memory.
+            windows: gives memory of `window_nbytes` to decode each piece to; None to take new
+                memory for the first piece, and use it for all.
             base: as for `decompress_into`.
 
         Yields:
-            The next bytes of the tensor, each valid until the next is requested.
+            The next bytes of the tensor, each valid until its memory is used again.
 
         Raises:
             BaseMismatchError: as `decompress_into`.
@@ -507,21 +355,58 @@ class Frame:
         """
         n_threads = resolve_threads(threads)
         tensor = self._encoded(self._matching_base(base, n_threads))
-        window = np.empty(self.window_nbytes, np.uint8) if window is None else window
+        windows = windows or repeat(np.empty(self.window_nbytes, np.uint8))
         hasher = ContentHasher(has_sum=self.has_sum)
         for start in range(0, self.logical_nbytes, _WINDOW_NBYTES):
             stop = min(start + _WINDOW_NBYTES, self.logical_nbytes)
-            piece = window[: stop - start]
+            piece = next(windows)[: stop - start]
             self._decode(tensor, piece, start, n_threads)
             hasher.add(piece, n_threads)
             yield piece
-        digest = hasher.digest()
+        self._check_content(hasher.digest())
+
+    def _check_content(self, digest: bytes) -> None:
         if digest != self.content_hash:
             raise self._error(
                 f"the content hash of the decoded bytes is {digest.hex()}, and the frame says "
                 f"{self.content_hash.hex()}",
                 24,
             )
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether `verify_part` can check parts of the tensor by themselves."""
+        return self.header.base is None and not self.has_sum
+
+    def verify_part(self, start: int, stop: int, window: ByteArray) -> ByteArray:
+        """Checks a part of the tensor, except for its content hash. Several threads may check parts
+        of one frame at once.
+
+        Args:
+            start: first byte, a multiple of the lengths of chunks and of leaves of the hash.
+            stop: one past the last byte; such a multiple, or the end of the tensor.
+            window: memory to decode to.
+
+        Returns:
+            The hashes of the part's leaves, for `verify_parts`.
+
+        Raises:
+            CorruptionError: what is wrong, with tensor, chunk and byte offset.
+        """
+        piece = window[: stop - start]
+        self._decode(self._encoded(None), piece, start, 1)
+        return hash_leaves(piece)
+
+    def verify_parts(self, leaves: Sequence[ByteArray]) -> None:
+        """Checks the content hash.
+
+        Args:
+            leaves: what `verify_part` returned for all parts, in their order.
+
+        Raises:
+            CorruptionError: the hash is wrong.
+        """
+        self._check_content(hash_root(np.concatenate(leaves)))
 
     @property
     def window_nbytes(self) -> int:
@@ -547,7 +432,8 @@ class Frame:
             BaseMismatchError: as `decompress_into`.
             CorruptionError: what is wrong, with tensor, chunk and byte offset.
         """
-        for _ in self.pieces(threads=threads, window=window, base=base):
+        windows = None if window is None else repeat(window)
+        for _ in self.pieces(threads=threads, windows=windows, base=base):
             pass
 
     def _side_data(self) -> Side | None:
@@ -563,31 +449,6 @@ class Frame:
             except CorruptionError as error:
                 raise self._error(f"side data: {error}", 52) from error
         return Side(self._side, n_rows)
-
-    @property
-    def opened(self) -> OpenFrame:
-        """The frame in the form that the core takes."""
-        return self._opened
-
-    def chunk_error(self, chunk: int, status: int) -> CorruptionError:
-        """The error for a fault that the core found in a chunk.
-
-        Args:
-            chunk: the number of the chunk.
-            status: the fault, a `layout.Status`.
-
-        Returns:
-            The error, which names the tensor, the chunk and its place.
-        """
-        return self._chunk_error(chunk, STATUS_WORDS[status])
-
-    def _chunk_error(self, chunk: int, words: str) -> CorruptionError:
-        return self._error(
-            f"chunk {chunk} of {self.n_chunks}: {words}", self.header.chunk_offset(chunk)
-        )
-
-    def _error(self, words: str, at: int) -> CorruptionError:
-        return CorruptionError(f"{label(self._name)}byte {self._offset + at}: {words}")
 
 
 def new_frame(

@@ -21,16 +21,12 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from packhorse.storage.output_file import OutputFile, naming_output
 from packhorse.storage.rename import exchange, rename_new
-from packhorse.storage.system import OPEN_FLAGS, write_at
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
+from packhorse.storage.system import OPEN_FLAGS
 
 __all__ = [
-    "OutputFile",
     "atomic_file",
     "atomic_folder",
     "check_output_file",
@@ -40,49 +36,9 @@ __all__ = [
     "temporary_beside",
 ]
 
-# Bytes per system call; few enough for a quick reaction to Ctrl-C while a huge tensor is written.
-_WRITE_NBYTES = 1 << 26
 _TEMPORARY = (".packhorse-", ".tmp")
 _IN_THE_WAY = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EBADF, errno.EPERM)
-
-
-class OutputFile:
-    """A file that is being written: appends bytes, and overwrites bytes that were appended.
-
-    Attributes:
-        nbytes: the number of bytes appended so far.
-    """
-
-    def __init__(self, descriptor: int, destination: Path | str) -> None:
-        self._descriptor = descriptor
-        self._destination = destination
-        self.nbytes = 0
-
-    def write(self, data: Buffer) -> None:
-        """Append all of `data`.
-
-        Raises:
-            OSError: the bytes cannot be written (a full disk, a quota); it names the destination.
-        """
-        self.nbytes += self._write_at(self.nbytes, data)
-
-    def patch(self, offset: int, data: Buffer) -> None:
-        """Overwrite bytes that were appended before."""
-        self._write_at(offset, data)
-
-    def sync(self) -> None:
-        """Wait until the bytes are on the disk."""
-        with _naming(self._destination):
-            os.fsync(self._descriptor)
-
-    def _write_at(self, offset: int, data: Buffer) -> int:
-        with memoryview(data) as view, view.cast("B") as flat, _naming(self._destination):
-            done = 0
-            while done < flat.nbytes:
-                piece = flat[done : done + _WRITE_NBYTES]
-                done += write_at(self._descriptor, piece, offset + done)
-            return done
 
 
 def check_output_file(
@@ -142,12 +98,12 @@ def atomic_file(
     check_output_file(destination, source=source, force=force)
     temporary = temporary_beside(destination)
     try:
-        with _naming(destination):
+        with naming_output(destination):
             descriptor = os.open(
                 temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN_FLAGS, _mode(like)
             )
         try:
-            output = OutputFile(descriptor, destination)
+            output = OutputFile(descriptor, destination, will_sync=True)
             yield output
             if like is not None:
                 os.fchmod(descriptor, stat.S_IMODE(like.st_mode) & 0o777)
@@ -159,11 +115,13 @@ def atomic_file(
         with suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
-    sync_folder(destination.parent)
+    # `atomic_folder` flushes its folders when all files are there.
+    if not any(is_temporary(part) for part in destination.parts[:-1]):
+        sync_folder(destination.parent)
 
 
 def _commit_file(temporary: Path, destination: Path, *, force: bool) -> None:
-    with _naming(destination):
+    with naming_output(destination):
         if force:
             os.replace(temporary, destination)
             return
@@ -198,7 +156,7 @@ def atomic_folder(destination: Path, replaceable: Iterable[Path] | None) -> Iter
     _check_folder(destination, replaceable)
     temporary, built = temporary_beside(destination), None
     try:
-        with _naming(destination):
+        with naming_output(destination):
             temporary.mkdir()
         built = _identity(temporary)
         with _renaming(temporary, destination):
@@ -242,7 +200,7 @@ def _check_replaceable(folder: Path, destination: Path, replaceable: Iterable[Pa
 
 
 def _commit_folder(temporary: Path, destination: Path, replaceable: Iterable[Path] | None) -> None:
-    with _naming(destination):
+    with naming_output(destination):
         try:
             os.rename(temporary, destination)  # replaces only an empty folder
             return
@@ -334,17 +292,6 @@ def sync_folder(folder: Path) -> None:
 def _mode(like: os.stat_result | None) -> int:
     """The permissions to create a file with: private if `like` sets others when it is complete."""
     return 0o666 if like is None else 0o600
-
-
-@contextmanager
-def _naming(destination: Path | str) -> Iterator[None]:
-    """Make the system's errors name the destination instead of a temporary file or no file."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is not None:  # otherwise the message is ours, and names it
-            error.filename, error.filename2 = os.fspath(destination), None
-        raise
 
 
 @contextmanager

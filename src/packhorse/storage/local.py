@@ -21,7 +21,6 @@ from packhorse import _core
 from packhorse.codecs.base import ByteArray
 from packhorse.errors import CorruptionError, TruncationError
 from packhorse.storage.atomic import (
-    OutputFile,
     atomic_file,
     is_temporary,
     sync_folder,
@@ -29,6 +28,7 @@ from packhorse.storage.atomic import (
 )
 from packhorse.storage.interface import Object, Stamp, Storage, check_region
 from packhorse.storage.opening import LOST, naming
+from packhorse.storage.output_file import OutputFile
 from packhorse.storage.system import NO_WAIT, OPEN_FLAGS
 
 if TYPE_CHECKING:

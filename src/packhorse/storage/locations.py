@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import unquote
 
 from packhorse.late_import import import_late
-from packhorse.storage.atomic import OutputFile, atomic_file, check_output_file
+from packhorse.storage.atomic import atomic_file, check_output_file
 from packhorse.storage.interface import Storage
 from packhorse.storage.local import LocalStorage
+from packhorse.storage.output_file import OutputFile
 from packhorse.storage.remote_path import RemotePath
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from packhorse.errors import CorruptionError
-from packhorse.storage.atomic import OutputFile
 from packhorse.storage.interface import Object, Stamp, Storage
 from packhorse.storage.local import LocalStorage
+from packhorse.storage.output_file import OutputFile
 from packhorse.storage.remote_client import Client, connect, reaching, remote_stamp
 from packhorse.storage.remote_object import RemoteObject
 from packhorse.storage.upload import make_folder, uploading

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import PurePath, PurePosixPath
 from typing import Any
 
-from packhorse.storage.atomic import OutputFile
 from packhorse.storage.interface import Stamp
+from packhorse.storage.output_file import OutputFile
 from packhorse.storage.remote_client import Client, connect, reaching, remote_stamp
 from packhorse.storage.remote_object import RemoteObject
 from packhorse.storage.upload import uploading

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from packhorse.late_import import import_late
-from packhorse.storage.atomic import OutputFile
+from packhorse.storage.output_file import OutputFile
 from packhorse.storage.remote_client import Client, reaching
 
 __all__ = ["make_folder", "uploading"]

@@ -37,7 +37,14 @@ from packhorse.disk.cluster.steps import (
     is_left_over,
     part_of,
 )
-from packhorse.disk.container import Packed, join_parts, logical_nbytes, pack_file, pack_range
+from packhorse.disk.container import (
+    AHEAD_NBYTES,
+    Packed,
+    join_parts,
+    logical_nbytes,
+    pack_file,
+    pack_range,
+)
 from packhorse.disk.folder import refuse_base, require_parts
 from packhorse.disk.folder_items import RECORD_NAME, Item, Kind, files_in, items_by_name
 from packhorse.disk.folder_output import (
@@ -62,7 +69,7 @@ __all__ = ["clean_up", "do"]
 
 # A file this short needs no more memory than that: its header need not be read to know.
 _SHORT_NBYTES = 1 << 26
-_FIXED_NBYTES = 1 << 26  # a batch, and what a task needs besides
+_FIXED_NBYTES = 1 << 27  # two batches, and what a task needs besides
 _REMOTE_NBYTES = 3 << 26  # blocks read ahead, and parts of an upload
 
 _DONE = {"pack": "packed", "unpack": "unpacked", "verify": "verified"}
@@ -270,10 +277,12 @@ def _needed(shard: Shard, settings: Settings) -> int:
     largest = shard.nbytes
     if largest > _SHORT_NBYTES:
         largest = max((entry.nbytes for entry in header_at(shard.source).entries), default=0)
-    times = 1 + (settings.verb == "pack") + (settings.base is not None)
+    is_packed = settings.verb == "pack"
+    times = 1 + is_packed + (settings.base is not None)
+    ahead = min(largest, AHEAD_NBYTES) if is_packed else 0
     places = (shard.source, shard.output)
     is_local = all(place is None or isinstance(place, Path) for place in places)
-    return times * largest + _FIXED_NBYTES + (0 if is_local else _REMOTE_NBYTES)
+    return times * largest + ahead + _FIXED_NBYTES + (0 if is_local else _REMOTE_NBYTES)
 
 
 def _report(result: FileResult, settings: Settings, n_parts: int = 1) -> FileReport:

@@ -41,8 +41,9 @@ from packhorse.disk.shelf.exchange import (
 )
 from packhorse.errors import CorruptionError, TruncationError
 from packhorse.framework import resolve_framework
-from packhorse.storage.atomic import OutputFile, atomic_file, atomic_folder
+from packhorse.storage.atomic import atomic_file, atomic_folder
 from packhorse.storage.opening import open_regular
+from packhorse.storage.output_file import OutputFile
 from packhorse.storage.source_file import SourceFile, open_local
 
 __all__ = ["NpyExport", "NpyImport"]
