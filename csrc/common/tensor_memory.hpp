@@ -20,7 +20,7 @@ class TensorMemory {
     TensorMemory() = default;
     // Throws std::bad_alloc.
     explicit TensorMemory(std::size_t nbytes) {
-        if (nbytes <= Scratch::kBlockNbytes) {
+        if (nbytes <= kMaxSmallNbytes) {
             small_ = Scratch(nbytes);
             return;
         }
@@ -47,6 +47,8 @@ class TensorMemory {
     uint8_t* get() const { return memory_ != nullptr ? memory_ : small_.get(); }
 
   private:
+    static constexpr std::size_t kMaxSmallNbytes = 6 << 20;
+
     Scratch small_;
     uint8_t* memory_ = nullptr;
     std::size_t nbytes_ = 0;
