@@ -1,11 +1,12 @@
 // Decodes a table and a payload that an adversary chose. Nothing may crash, and all instruction
-// sets, numbers of threads and ranges must give the same bytes, or all refuse.
+// sets, numbers of threads and ranges must give the same bytes, or all refuse. So must a chain.
 //
 // Input: choices (2 bytes), Cut (2), length of the tensor (3), start and end of a range (2 each),
 // Side (4 or more), the table, the payload. Checksums are corrected unless the choices say
 // otherwise, because few inputs would have correct ones. The payload is cut, or filled with zeros,
 // to the length that the table declares.
 #include "common.hpp"
+#include "tensor/chain.hpp"
 #include "tensor/patch.hpp"
 
 namespace packhorse::fuzz {
@@ -96,6 +97,26 @@ void compare_patch(const EncodedTensor& tensor, const Buffer& base, const Choice
         }
 }
 
+// A chain must give what its links give one after the other. The tensor is both links.
+void compare_chain(const EncodedTensor& tensor, const Choices& choices) {
+    if (tensor.base.units == nullptr || tensor.base.cast != Cast::kNone) return;
+    const std::size_t nbytes = tensor.geometry.nbytes();
+    Buffer once(nbytes, 0xA5), twice(nbytes, 0x5A), chained(nbytes, 0x3C);
+    const auto decode = [&](const EncodedTensor& link, Buffer& to) {
+        return decode_tensor(link, 0, to.data(), nbytes, true, 1, Isa::kPortable).status ==
+               Status::kOk;
+    };
+    EncodedTensor second = tensor;
+    second.base.units = once.data();
+    const bool good = decode(tensor, once) && decode(second, twice);
+    const ChainResult result =
+        decode_chain({tensor, second}, chained.data(), true, choices.threads, choices.isa);
+    claim(good == (result.status == Status::kOk), "a chain is good if its links are");
+    claim(result.link < 2 && (result.chunk < tensor.geometry.n_chunks() || nbytes == 0),
+          "the bad chunk exists");
+    claim(!good || chained.equals(twice), "a chain gives what its links give");
+}
+
 void run(Input input) {
     const Choices choices(input);
     const Cut cut(input);
@@ -123,7 +144,9 @@ void run(Input input) {
                                payload.data(), table.data(), offsets};
     seal(tensor, table.data(), payload.data(), choices);
     compare(tensor, choices, start, stop);
-    if (!choices.skip_crc) compare_patch(tensor, base.values(), choices);
+    if (choices.skip_crc) return;
+    compare_patch(tensor, base.values(), choices);
+    compare_chain(tensor, choices);
 }
 
 }  // namespace

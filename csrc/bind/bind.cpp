@@ -34,6 +34,7 @@
 #include "common/gather.hpp"
 #include "common/mapping.hpp"
 #include "common/moments.hpp"
+#include "tensor/chain.hpp"
 #include "tensor/estimate.hpp"
 #include "tensor/patch.hpp"
 #include "tensor/plan.hpp"
@@ -119,6 +120,36 @@ std::pair<int, std::size_t> decode_range(const EncodedArgument& tensor, std::siz
     const DecodeResult result =
         decode_tensor(tensor.view(), start, dst.data(), dst.size(), check, threads, isa);
     return {static_cast<int>(result.status), result.chunk};
+}
+
+// Decodes a chain: `tensors` begins with the one that the others are differences from. `kinds` has,
+// for each, whether its units are floats and how its base is cast. Only the first has the units of
+// its base, if it has one. Returns (status, number of the tensor, chunk).
+std::tuple<int, std::size_t, std::size_t> decode_links(
+    const std::vector<const EncodedArgument*>& tensors,
+    const std::vector<std::pair<bool, int>>& kinds, WritableBytes dst, bool check,
+    std::size_t threads) {
+    const Isa isa = choose_isa();
+    require(!tensors.empty() && tensors.size() == kinds.size(), "each tensor needs its kind");
+    std::vector<EncodedTensor> links;
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+        const auto [is_float, cast] = kinds[i];
+        const Geometry& geometry = tensors[i]->geometry();
+        require(cast >= 0 && cast <= static_cast<int>(Cast::kToFp16), "cast must be 0, 1 or 2");
+        links.push_back(tensors[i]->view());
+        if (i == 0) continue;
+        const Geometry& before = tensors[i - 1]->geometry();
+        require(geometry.n_units == before.n_units &&
+                    before.spec.unit_nbytes == (cast == 0 ? geometry.spec.unit_nbytes : 4),
+                "each tensor must have the units of the one before it as its base");
+        require(cast == 0 || (geometry.spec.unit_nbytes == 2 && is_float),
+                "only floats of two bytes are cast");
+        links[i].base = {nullptr, is_float, static_cast<Cast>(cast)};
+    }
+    require(dst.size() == tensors.back()->geometry().nbytes(), "dst must be as long as the tensor");
+    const ReleasedGil released(dst.size());
+    const ChainResult result = decode_chain(links, dst.data(), check, threads, isa);
+    return {static_cast<int>(result.status), result.link, result.chunk};
 }
 
 // Makes the base of a tensor, which is `target`, the tensor. Returns (status, chunk). Nothing was
@@ -459,6 +490,8 @@ NB_MODULE(_core, m) {
     m.def("encode_chunks", &encode_chunks, "src"_a, "geometry"_a, "context"_a, "output"_a,
           "threads"_a);
     m.def("decode_range", &decode_range, "tensor"_a, "start"_a, "dst"_a.noconvert(), "check"_a,
+          "threads"_a);
+    m.def("decode_links", &decode_links, "tensors"_a, "kinds"_a, "dst"_a.noconvert(), "check"_a,
           "threads"_a);
     m.def("patch_base", &patch_base, "tensor"_a, "target"_a.noconvert(), "threads"_a);
     m.def("find_changes", &find_changes, "tensor"_a, "threads"_a);

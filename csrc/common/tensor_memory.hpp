@@ -22,7 +22,7 @@ class TensorMemory {
     TensorMemory() = default;
     // Throws std::bad_alloc.
     explicit TensorMemory(std::size_t nbytes) {
-        if (nbytes <= Scratch::kBlockNbytes) {
+        if (nbytes <= kMaxSmallNbytes) {
             small_ = Scratch(nbytes);
             return;
         }
@@ -61,6 +61,7 @@ class TensorMemory {
     }
     static void release(void* memory, std::size_t nbytes) { munmap(memory, nbytes); }
 #endif
+    static constexpr std::size_t kMaxSmallNbytes = 6 << 20;
 
     Scratch small_;
     uint8_t* memory_ = nullptr;

@@ -1,10 +1,11 @@
 // Decoding a chunk of differences (docs/format.md, 6.6). All tokens are decoded first, class by
-// class, and turned into differences in the order by class. Then, block by block, the differences
-// are put back in the order of units and added to the base.
+// class. Then, block by block, tokens and raw bits are put back in the order of units, joined to
+// differences and added to the base.
 #pragma once
 
 #include <algorithm>
 
+#include "delta/differences.hpp"
 #include "delta/order.hpp"
 #include "planes/symbols.hpp"
 #include "rans/decode.hpp"
@@ -71,10 +72,16 @@ constexpr std::size_t delta_row_nbytes(std::size_t nbytes) {
     return round_up(nbytes, 64) + kDeltaSlackNbytes;
 }
 
-// Bytes of memory for a chunk: keys, tokens, differences in the order by class, and the base if it
-// is cast.
+// Bytes of memory for a chunk: keys, rows in the order by class, differences whose tokens are not
+// direct, and the base if it is cast.
 constexpr std::size_t delta_scratch_nbytes(std::size_t n, uint32_t unit_nbytes) {
-    return 2 * delta_row_nbytes(n) + delta_row_nbytes(n * unit_nbytes) + delta_row_nbytes(2 * n);
+    return (2 + unit_nbytes) * delta_row_nbytes(n) + delta_row_nbytes(n * unit_nbytes) +
+           delta_row_nbytes(2 * n);
+}
+
+// Where the base's units of a chunk go if they are cast.
+inline uint8_t* delta_cast_memory(uint8_t* memory, std::size_t n, uint32_t unit_nbytes) {
+    return memory + (2 + unit_nbytes) * delta_row_nbytes(n) + delta_row_nbytes(n * unit_nbytes);
 }
 
 // Finds everything behind the header. `src` is the stream.
@@ -124,78 +131,24 @@ inline uint64_t take_long_token(uint32_t token, BitReader& extra) {
     return (bits & 1) != 0 ? ~m : m;
 }
 
-// Computes the differences of at most kSegment units, from unit `at` on, of a class that has
-// `count` units. The raw bits begin at `raw`.
+// Lists the differences of a class whose tokens are not direct, without their raw bits.
 template <class Unit>
-inline void join_raw_bits(const uint8_t* tokens, std::size_t n, uint32_t shift, const uint8_t* raw,
-                          std::size_t count, std::size_t at, Unit* __restrict out, Isa isa) {
-    const uint32_t n_bytes = shift / 8, n_bits = shift % 8;
-    vectorised(isa, [=]() PACKHORSE_VECTORISED {
-        for (std::size_t i = 0; i < n; ++i)
-            out[i] =
-                static_cast<Unit>(static_cast<Wide<Unit>>(int{tokens[i]} - kTokenBias) << shift);
-    });
-    for (uint32_t p = 0; p < n_bytes; ++p) {
-        const uint8_t* __restrict plane = raw + p * count + at;
-        vectorised(isa, [=]() PACKHORSE_VECTORISED {
-            for (std::size_t i = 0; i < n; ++i)
-                out[i] = static_cast<Unit>(out[i] | Wide<Unit>{plane[i]} << (8 * p));
-        });
-    }
-    if (n_bits == 0) return;
-    alignas(64) uint8_t part[kSegmentUnitsOfDelta] = {};
-    const RawPlanes planes =
-        find_raw_planes({n_bits, (1u << n_bits) - 1}, raw + n_bytes * count, count);
-    add_raw_bits(planes, at, n, part, isa);
-    const uint8_t* const bits = part;
-    vectorised(isa, [=]() PACKHORSE_VECTORISED {
-        for (std::size_t i = 0; i < n; ++i)
-            out[i] = static_cast<Unit>(out[i] | Wide<Unit>{bits[i]} << (8 * n_bytes));
-    });
-}
-
-// Completes the differences whose tokens are not direct.
-template <class Unit>
-inline void take_long_tokens(const uint8_t* tokens, std::size_t n, uint32_t shift, BitReader& extra,
+inline void list_long_tokens(const uint8_t* tokens, std::size_t n, uint32_t shift, BitReader& extra,
                              Unit* out, Isa isa) {
-    const uint64_t low_bits = (uint64_t{1} << shift) - 1;
     for_each_marked(tokens, n, kLongBit, isa, [&](std::size_t i) PACKHORSE_VECTORISED {
-        const uint64_t t = take_long_token(tokens[i], extra);
-        out[i] = static_cast<Unit>(t << shift | (out[i] & low_bits));
+        *out++ = static_cast<Unit>(take_long_token(tokens[i], extra) << shift);
     });
 }
 
-// Computes all differences of a class.
-template <class Unit>
-inline void build_differences(const uint8_t* tokens, std::size_t count, uint32_t shift,
-                              DeltaDecoder& decoder, Unit* out, Isa isa) {
-    for (std::size_t at = 0; at < count; at += kSegmentUnitsOfDelta) {
-        const std::size_t n = std::min(kSegmentUnitsOfDelta, count - at);
-        join_raw_bits(tokens + at, n, shift, decoder.raw, count, at, out + at, isa);
-        take_long_tokens(tokens + at, n, shift, decoder.extra, out + at, isa);
+// Turns bit planes into bytes.
+inline void join_bit_planes(const uint8_t* planes, std::size_t n, uint32_t n_bits, uint8_t* dst,
+                            Isa isa) {
+    const RawPlanes raw = find_raw_planes({n_bits, (1u << n_bits) - 1}, planes, n);
+    for (std::size_t at = 0; at < n; at += kDeltaBlockUnits) {
+        const std::size_t part = std::min(kDeltaBlockUnits, n - at);
+        std::memset(dst + at, 0, part);
+        add_raw_bits(raw, at, part, dst + at, isa);
     }
-    decoder.raw += delta_raw_nbytes(count, shift);
-}
-
-// Computes the differences of a narrow class whose tokens are not direct, one after the other.
-template <class Unit>
-inline void list_long_tokens(const uint8_t* tokens, std::size_t n, BitReader& extra, Unit* out,
-                             Isa isa) {
-    for_each_marked(tokens, n, kLongBit, isa, [&](std::size_t i) PACKHORSE_VECTORISED {
-        *out++ = static_cast<Unit>(take_long_token(tokens[i], extra));
-    });
-}
-
-template <class Unit, bool kFloat>
-inline void add_differences(const uint8_t* base, const Unit* differences, std::size_t n,
-                            uint8_t* __restrict dst, Isa isa) {
-    vectorised(isa, [=]() PACKHORSE_VECTORISED {
-        for (std::size_t i = 0; i < n; ++i) {
-            const Unit o = to_ordered<Unit, kFloat>(load<Unit>(base + i * sizeof(Unit)));
-            store(dst + i * sizeof(Unit),
-                  from_ordered<Unit, kFloat>(static_cast<Unit>(o + differences[i])));
-        }
-    });
 }
 
 // The steps of decoding a chunk. `memory` has delta_scratch_nbytes().
@@ -207,9 +160,12 @@ class DeltaChunkDecoder {
           n_(n),
           isa_(isa),
           keys_(memory),
-          tokens_(memory + delta_row_nbytes(n)),
-          differences_(reinterpret_cast<Unit*>(memory + 2 * delta_row_nbytes(n))) {}
+          differences_(reinterpret_cast<Unit*>(memory + (2 + sizeof(Unit)) * delta_row_nbytes(n))) {
+        for (uint32_t p = 0; p < 1 + sizeof(Unit); ++p)
+            rows_[p] = memory + (1 + p) * delta_row_nbytes(n);
+    }
 
+    // `dst` may be `base`.
     Status decode(const uint8_t* stream, std::size_t nbytes, const uint8_t* base, uint8_t* dst) {
         Status status = read_delta_header(stream, nbytes, kUnitBits<Unit>, decoder_.header);
         if (status != Status::kOk) return status;
@@ -230,83 +186,82 @@ class DeltaChunkDecoder {
   private:
     Status decode_classes(const DeltaStarts& starts, Ahead& ahead) {
         const DeltaRule& rule = decoder_.header.rule;
-        const uint32_t n_wide = first_narrow_class(rule);
+        const uint32_t n_rows = DeltaRowCounts(rule).most;
         for (uint32_t c = 0; c < rule.n_classes; ++c) {
             decoder_.rans.model = decoder_.models[c];
             build_rans_tables(decoder_.rans, isa_);
-            uint8_t* const tokens = tokens_ + starts.at[c];
+            uint8_t* const tokens = rows_[0] + starts.at[c];
             const Status status = rans_decode(decoder_.rans, starts.count(c), tokens, ahead, isa_);
             if (status != Status::kOk) return status;
-            Unit* const differences = differences_ + starts.at[c];
-            if (c < n_wide) {
-                build_differences(tokens, starts.count(c), rule.shifts[c], decoder_, differences,
-                                  isa_);
-                std::memset(tokens, kLongBit, starts.count(c));
-            } else {
-                list_long_tokens(tokens, starts.count(c), decoder_.extra, differences, isa_);
-            }
+            list_long_tokens(tokens, starts.count(c), rule.shifts[c], decoder_.extra,
+                             differences_ + starts.at[c], isa_);
+            take_raw_bits(starts.at[c], starts.count(c), rule.shifts[c], n_rows);
         }
         uint8_t ignored[2 * kMaxLanes];
         const Status status = rans_close(decoder_.rans, false, ignored);
         return status == Status::kOk ? decoder_.extra.finish() : status;
     }
 
+    // Moves the raw bits of a class of `n` units, which begins at `at`, to the rows. Bytes that the
+    // class lacks are zero.
+    void take_raw_bits(std::size_t at, std::size_t n, uint32_t shift, uint32_t n_rows) {
+        const uint32_t n_bytes = shift / 8, n_bits = shift % 8;
+        for (uint32_t p = 1; p <= n_bytes; ++p, decoder_.raw += n)
+            std::memcpy(rows_[p] + at, decoder_.raw, n);
+        if (n_bits > 0) {
+            join_bit_planes(decoder_.raw, n, n_bits, rows_[1 + n_bytes] + at, isa_);
+            decoder_.raw += n_bits * bit_plane_nbytes(n);
+        }
+        // VBMI2 adds nothing for them, but units that do not fill a register move one by one.
+        const std::size_t done = isa_ >= Isa::kAvx512Vbmi2 && n > 64 ? n - 64 : 0;
+        for (uint32_t p = 1 + n_bytes + (n_bits > 0 ? 1 : 0); p < n_rows; ++p)
+            std::memset(rows_[p] + at + done, 0, n - done);
+    }
+
     void merge(const DeltaStarts& starts, const uint8_t* base, uint8_t* dst) {
         const DeltaRule& rule = decoder_.header.rule;
-        const DeltaMoves moves(rule, isa_);
+        const DeltaRowCounts counts(rule);
         const ClassOfKey classes(rule);
         const Unit* next[kMaxDeltaClasses];
-        const uint8_t* next_tokens[kMaxDeltaClasses];
-        for (uint32_t c = 0; c < kMaxDeltaClasses; ++c) {
-            next[c] = differences_ + starts.at[c];
-            next_tokens[c] = tokens_ + starts.at[c];
-        }
-        alignas(64) Unit block[kDeltaBlockUnits] = {};
-        alignas(64) uint8_t tokens[kDeltaBlockUnits] = {};
+        for (uint32_t c = 0; c < kMaxDeltaClasses; ++c) next[c] = differences_ + starts.at[c];
+        ClassRows<const uint8_t> rows;
+        std::copy(std::begin(rows_), std::end(rows_), std::begin(rows.at));
+        std::copy_n(starts.at, kMaxDeltaClasses, rows.next);
+        BlockRows block;
         for (std::size_t at = 0; at < n_; at += kDeltaBlockUnits) {
             const std::size_t n = std::min(kDeltaBlockUnits, n_ - at);
             const uint8_t* const keys = keys_ + at;
-            if (moves.bytes.first < rule.n_classes) {
-                if (moves.units.last > 0) std::memset(tokens, 0, n);  // no marks of another block
-                unsort_tokens(next_tokens, keys, n, rule, moves.bytes, classes, tokens, isa_);
-                widen_tokens(tokens, n, block);
-            }
-            if (moves.units.last > 0)
-                unsort_units(next, keys, n, rule, moves.units, classes, block, isa_);
-            for_each_marked(tokens, n, kLongBit, isa_, [&](std::size_t i) PACKHORSE_VECTORISED {
-                block[i] = *next[classes.of[keys[i]]]++;
-            });
-            add_differences<Unit, kFloat>(base + at * sizeof(Unit), block, n,
-                                          dst + at * sizeof(Unit), isa_);
+            uint8_t* const out = dst + at * sizeof(Unit);
+            unsort_rows(rows, keys, n, rule, counts, block, isa_);
+            join_differences<Unit, kFloat>(block, counts.most, n, base + at * sizeof(Unit), out,
+                                           isa_);
+            for_each_scattered(
+                block.at[0], n, kLongBit, isa_, [&](std::size_t i) PACKHORSE_VECTORISED {
+                    uint8_t* const unit = out + i * sizeof(Unit);
+                    const Unit so_far = to_ordered<Unit, kFloat>(load<Unit>(unit));
+                    const Unit rest = *next[classes.of[keys[i]]]++;
+                    store(unit, from_ordered<Unit, kFloat>(static_cast<Unit>(so_far + rest)));
+                });
         }
-    }
-
-    // Computes the differences of direct tokens without raw bits.
-    void widen_tokens(const uint8_t* tokens, std::size_t n, Unit* __restrict out) {
-        vectorised(isa_, [=]() PACKHORSE_VECTORISED {
-            for (std::size_t i = 0; i < n; ++i)
-                out[i] = static_cast<Unit>(Wide<Unit>{tokens[i]} - Wide<Unit>{kTokenBias});
-        });
     }
 
     DeltaDecoder& decoder_;
     std::size_t n_;
     Isa isa_;
     uint8_t* keys_;
-    uint8_t* tokens_;
+    uint8_t* rows_[kMaxDeltaRows] = {};
     Unit* differences_;
 };
 
 // Decodes a chunk of `n` >= 1 units, which begins at unit `first` of the tensor. `memory` has
-// delta_scratch_nbytes().
+// delta_scratch_nbytes(). `dst` may be the chunk's units in the base, if they are not cast.
 inline Status decode_delta(const uint8_t* stream, std::size_t nbytes, std::size_t n,
                            std::size_t first, uint32_t unit_nbytes, const Base& base,
                            DeltaDecoder& decoder, uint8_t* memory, uint8_t* dst, Isa isa) {
-    uint8_t* const cast_memory =
-        memory + 2 * delta_row_nbytes(n) + delta_row_nbytes(n * unit_nbytes);
-    const uint8_t* const units = chunk_base(base, first, n, unit_nbytes, cast_memory, isa);
+    const uint8_t* const units =
+        chunk_base(base, first, n, unit_nbytes, delta_cast_memory(memory, n, unit_nbytes), isa);
     if (nbytes == 0) {
-        std::memcpy(dst, units, n * unit_nbytes);
+        if (dst != units) std::memcpy(dst, units, n * unit_nbytes);
         return Status::kOk;
     }
     return with_units(unit_nbytes, base.is_float, [&]<class Unit, bool kFloat>() {

@@ -17,14 +17,15 @@ enum class Cast : int { kNone = 0, kToBf16 = 1, kToFp16 = 2 };
 
 // The base of a frame; `units` is null for a frame without a base.
 struct Base {
-    const uint8_t* units = nullptr;  // of the whole tensor
+    const uint8_t* units = nullptr;  // of the whole tensor, or from unit `first` on
     bool is_float =
         false;  // whether the frame's units are floats, which are ordered by their values
     Cast cast = Cast::kNone;  // if not kNone, the base's units are F32
+    std::size_t first = 0;
 
-    // The address of the base's unit for the tensor's unit `first`.
-    const uint8_t* at(std::size_t first, uint32_t unit_nbytes) const {
-        return units + first * (cast == Cast::kNone ? unit_nbytes : 4);
+    // The address of the base's unit for a unit of the tensor.
+    const uint8_t* at(std::size_t unit, uint32_t unit_nbytes) const {
+        return units + (unit - first) * (cast == Cast::kNone ? unit_nbytes : 4);
     }
 };
 
@@ -189,6 +190,8 @@ constexpr int kTokenBias = kDeltaDirectTokens / 2;
 // Tokens that are not direct have this bit set.
 constexpr uint8_t kLongBit = kDeltaDirectTokens;
 static_assert(kDeltaTokens == 2 * kDeltaDirectTokens);
+// Stands for such a token while differences are cut. No token has this bit.
+constexpr uint8_t kLongMark = 0x80;
 constexpr uint32_t kTokenLengthBias = 27;  // token - this: bits of m
 constexpr uint32_t kFullTokenBits = 64;
 
@@ -236,9 +239,6 @@ PACKHORSE_INLINE void for_each_marked(const uint8_t* bytes, std::size_t n, uint8
     for (; i < n; ++i)
         if ((bytes[i] & mark) != 0) visit(i);
 }
-
-// Differences of a segment stay in L1.
-constexpr std::size_t kSegmentUnitsOfDelta = 2048;
 
 // Calls work.template operator()<Unit, is_float>() for units of this length.
 template <class Work>

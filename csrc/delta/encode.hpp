@@ -11,6 +11,7 @@
 
 #include "chunk/choose.hpp"
 #include "chunk/intake.hpp"
+#include "delta/differences.hpp"
 #include "delta/order.hpp"
 #include "delta/sparse.hpp"
 #include "rans/encode.hpp"
@@ -23,8 +24,11 @@ constexpr std::size_t kDeltaSampleUnits = 8192;
 constexpr std::size_t kLeastDeltaSample = 2048;
 constexpr std::size_t kShiftSample = 1024;  // units of the sample for choosing shifts
 // Keys are joined to at most this number of groups before they are cut into classes.
-constexpr uint32_t kMaxDeltaGroups = 20;
+constexpr uint32_t kMaxDeltaGroups = 24;
 constexpr uint32_t kLengthBins = 65;  // bits of the size of a difference of up to 64 bits
+// Sizes below this number are counted one by one, larger ones by their lengths.
+constexpr uint32_t kSmallSizes = 16;
+constexpr uint32_t kSizeBins = kSmallSizes + kLengthBins - 5;
 
 // The differences of a sample, with the keys of their bases.
 struct DeltaSample {
@@ -70,13 +74,22 @@ PACKHORSE_INLINE uint32_t length_of(uint64_t difference) {
     return static_cast<uint32_t>(std::bit_width(size | 1)) - (size == 0 ? 1 : 0);
 }
 
-// Groups of neighbouring keys, and how often each length occurs in them, as running sums from the
-// first group on.
+// The bin that a difference is counted in. Large ones of a length are about equally frequent
+// in any class. Small ones need not be: all steps of an exponent may have the same size.
+PACKHORSE_INLINE uint32_t size_bin(uint64_t difference) {
+    const uint64_t sign = spread_sign(difference);
+    const uint64_t size = (difference ^ sign) - sign;
+    return size < kSmallSizes ? static_cast<uint32_t>(size)
+                              : static_cast<uint32_t>(std::bit_width(size)) + kSmallSizes - 5;
+}
+
+// Groups of neighbouring keys, and how often sizes of each bin occur in them, as running sums from
+// the first group on.
 struct DeltaGroups {
     uint32_t n = 0;
-    uint32_t n_bins = 0;             // lengths that can occur
+    uint32_t n_bins = 0;             // bins that can occur
     uint8_t first[kMaxDeltaGroups];  // smallest key of a group
-    uint32_t sums[kMaxDeltaGroups + 1][kLengthBins] = {};
+    uint32_t sums[kMaxDeltaGroups + 1][kSizeBins] = {};
 };
 
 inline void group_keys(const DeltaSample& sample, DeltaGroups& groups) {
@@ -85,7 +98,8 @@ inline void group_keys(const DeltaSample& sample, DeltaGroups& groups) {
     uint8_t group_of[256];
     std::size_t in_group = 0;
     for (uint32_t key = 0; key < 256; ++key) {
-        const bool opens = groups.n == 0 || (in_group >= sample.n / 32 && counts[key] > 0 &&
+        // Exponents are kept apart if they can be: each has its own size of steps.
+        const bool opens = groups.n == 0 || (in_group >= sample.n / 128 && counts[key] > 0 &&
                                              groups.n < kMaxDeltaGroups);
         if (opens) {
             groups.first[groups.n++] = static_cast<uint8_t>(key);
@@ -95,9 +109,9 @@ inline void group_keys(const DeltaSample& sample, DeltaGroups& groups) {
         group_of[key] = static_cast<uint8_t>(groups.n - 1);
     }
     for (std::size_t i = 0; i < sample.n; ++i)
-        ++groups.sums[group_of[sample.keys[i]] + 1][length_of(sample.differences[i])];
+        ++groups.sums[group_of[sample.keys[i]] + 1][size_bin(sample.differences[i])];
     for (uint32_t g = 0; g < groups.n; ++g)
-        for (uint32_t b = 0; b < kLengthBins; ++b) groups.sums[g + 1][b] += groups.sums[g][b];
+        for (uint32_t b = 0; b < groups.n_bins; ++b) groups.sums[g + 1][b] += groups.sums[g][b];
 }
 
 // x log2 x in 2^-16 bits, for counts of a sample. (log2_fixed takes numbers up to 2^31.)
@@ -120,13 +134,22 @@ inline uint64_t cost_of_counts(const uint32_t* counts, uint32_t n_counts) {
     return kCountCosts[total] - saved;
 }
 
-// Computes the cost of the groups [begin, end) as one class, without the bits below the top bit of
-// each difference, which cost the same in every class.
+// Computes the cost of the groups [begin, end) as one class, without the signs and without the bits
+// below the top bit of large differences, which cost the same in every class.
 inline uint64_t groups_cost(const DeltaGroups& groups, uint32_t begin, uint32_t end) {
-    uint32_t counts[kLengthBins];
+    uint32_t counts[kSizeBins];
     for (uint32_t b = 0; b < groups.n_bins; ++b)
         counts[b] = groups.sums[end][b] - groups.sums[begin][b];
     return cost_of_counts(counts, groups.n_bins);
+}
+
+// Computes about what a sample costs as one class, in 2^-16 bits.
+inline uint64_t sample_cost(const DeltaGroups& groups) {
+    const uint32_t* const counts = groups.sums[groups.n];
+    uint64_t bits = 0;
+    for (uint32_t b = 1; b < groups.n_bins; ++b)  // signs, and the bits below the top bit
+        bits += uint64_t{counts[b]} * (b < kSmallSizes ? 1 : b - kSmallSizes + 5);
+    return groups_cost(groups, 0, groups.n) + (bits << kCostBits);
 }
 
 // Finds the thresholds that cut the keys into classes of least cost, by dynamic programming over
@@ -226,9 +249,13 @@ inline std::size_t choose_delta_rule(DeltaSample& sample, std::size_t n, uint32_
                                      Level level, DeltaRule& rule) {
     constexpr uint64_t kClassBits = 8 * 40;  // a model, and a round that is not full
     DeltaGroups groups;
-    groups.n_bins = unit_bits + 1;
+    groups.n_bins = kSmallSizes + unit_bits - 4;
     group_keys(sample, groups);
-    choose_delta_thresholds(groups, (kClassBits << kCostBits) * sample.n / n, rule);
+    // A class takes time: without it, coding is about 3 % faster. So it must save more than that
+    // many parts of the bytes.
+    const uint32_t slack_log = level_spec(level).shift_slack_log + 3;
+    const uint64_t price = slack_log < 32 ? sample_cost(groups) >> slack_log : 0;
+    choose_delta_thresholds(groups, (kClassBits << kCostBits) * sample.n / n + price, rule);
     std::size_t starts[kMaxDeltaClasses + 1];
     sort_sample(rule, sample, starts);
     uint64_t cost = 0;
@@ -243,102 +270,63 @@ inline std::size_t choose_delta_rule(DeltaSample& sample, std::size_t n, uint32_
 // Writes fields of up to 64 bits, from bit 0 on, into memory that grows.
 class BitWriter {
   public:
+    // Makes room for this many fields.
+    void reserve(std::size_t n_fields) {
+        const std::size_t needed = used_ + 8 * n_fields + 16;
+        if (bytes_.size() < needed) bytes_.resize(needed + bytes_.size());
+    }
+
     void put(uint64_t value, uint32_t n) {
         if (n > 32) {
             put(value & 0xFFFFFFFF, 32);
             return put(value >> 32, n - 32);
         }
+        // Without a branch that depends on the number of bits.
         pending_ |= (value & ((uint64_t{1} << n) - 1)) << n_pending_;
         n_pending_ += n;
-        if (n_pending_ < 32) return;
-        flush(4);
-        pending_ >>= 32;
-        n_pending_ -= 32;
+        store(bytes_.data() + used_, pending_);
+        used_ += n_pending_ / 8;
+        pending_ >>= n_pending_ / 8 * 8;
+        n_pending_ %= 8;
     }
 
     // Returns all bytes, after the last field.
     const std::vector<uint8_t>& finish() {
-        flush((n_pending_ + 7) / 8);
+        used_ += (n_pending_ + 7) / 8;
         bytes_.resize(used_);
         return bytes_;
     }
 
   private:
-    void flush(std::size_t nbytes) {
-        if (bytes_.size() < used_ + 8) bytes_.resize(2 * bytes_.size() + 4096);
-        store(bytes_.data() + used_, pending_);
-        used_ += nbytes;
-    }
-
     std::vector<uint8_t> bytes_;
     std::size_t used_ = 0;
     uint64_t pending_ = 0;
-    uint32_t n_pending_ = 0;  // below 32 between calls
+    uint32_t n_pending_ = 0;  // below 8 between calls
 };
 
-inline void put_long_token(int64_t t, uint32_t token, BitWriter& extra) {
-    const auto bits = static_cast<uint64_t>(t);
-    if (token == kDeltaFullToken) return extra.put(bits, kFullTokenBits);
-    const uint64_t sign = spread_sign(bits);
-    extra.put((bits ^ sign) << 1 | (sign & 1), token - kTokenLengthBias);
-}
-
-constexpr uint8_t kLongMark = 0x80;  // marks a token that is not direct; no token has this bit
-
-// Makes the tokens of a class, and the extra bits of those that are not direct.
+// Writes the extra bits of differences whose tokens are not direct.
 template <class Unit>
-inline void make_tokens(const Unit* differences, std::size_t n, uint32_t shift,
-                        uint8_t* __restrict tokens, BitWriter& extra, Isa isa) {
-    using Signed = std::make_signed_t<Unit>;
-    vectorised(isa, [=]() PACKHORSE_VECTORISED {
-        for (std::size_t i = 0; i < n; ++i) {
-            const auto t = static_cast<Unit>(static_cast<Signed>(differences[i]) >> shift);
-            const auto direct = static_cast<Unit>(t + static_cast<Unit>(kTokenBias));
-            tokens[i] = direct < kDeltaDirectTokens ? static_cast<uint8_t>(direct) : kLongMark;
-        }
-    });
-    for_each_marked(tokens, n, kLongMark, isa, [&](std::size_t i) PACKHORSE_VECTORISED {
-        const int64_t t = int64_t{static_cast<Signed>(differences[i])} >> shift;
-        tokens[i] = static_cast<uint8_t>(token_of(t));
-        put_long_token(t, tokens[i], extra);
-    });
-}
-
-// Replaces the marks of a class without raw bits with tokens. `long_ones` are the differences that
-// the marks stand for.
-template <class Unit>
-inline void complete_tokens(const Unit* long_ones, std::size_t n, uint8_t* tokens, BitWriter& extra,
-                            Isa isa) {
-    using Signed = std::make_signed_t<Unit>;
-    for_each_marked(tokens, n, kLongMark, isa, [&](std::size_t i) PACKHORSE_VECTORISED {
-        const int64_t t{static_cast<Signed>(*long_ones++)};
-        tokens[i] = static_cast<uint8_t>(token_of(t));
-        put_long_token(t, tokens[i], extra);
-    });
-}
-
-// Writes the raw bits of a class. `part` has room for a byte for each unit. Returns their end.
-template <class Unit>
-inline uint8_t* write_delta_raw(const Unit* differences, std::size_t n, uint32_t shift,
-                                uint8_t* part, uint8_t* dst, Isa isa) {
-    const auto copy_byte = [=](uint32_t p, uint8_t* __restrict to) {
-        vectorised(isa, [=]() PACKHORSE_VECTORISED {
-            for (std::size_t i = 0; i < n; ++i)
-                to[i] = static_cast<uint8_t>(differences[i] >> (8 * p));
-        });
-    };
-    for (uint32_t p = 0; p < shift / 8; ++p, dst += n) copy_byte(p, dst);
-    if (shift % 8 == 0) return dst;
-    copy_byte(shift / 8, part);
-    return write_raw_bits(part, n, {shift % 8, (1u << shift % 8) - 1}, dst, isa);
+inline void put_long_tokens(const Unit* ts, std::size_t n, BitWriter& extra) {
+    extra.reserve(n);
+    for (std::size_t i = 0; i < n; ++i) {
+        const int64_t t{static_cast<std::make_signed_t<Unit>>(ts[i])};
+        const auto bits = static_cast<uint64_t>(t);
+        const uint32_t token = token_of(t);
+        const uint64_t sign = spread_sign(bits);
+        if (token == kDeltaFullToken)
+            extra.put(bits, kFullTokenBits);
+        else
+            extra.put((bits ^ sign) << 1 | (sign & 1), token - kTokenLengthBias);
+    }
 }
 
 // One worker's memory. Every row has kDeltaSlackNbytes more than it needs.
 struct DeltaScratch {
-    uint8_t* keys;         // chunk units
-    uint8_t* tokens;       // chunk units, in the order by class, and slack behind each class
-    uint8_t* part;         // chunk units
-    uint8_t* differences;  // chunk units, in the order by class, and slack behind each class
+    uint8_t* keys;  // chunk units
+    // Chunk units each, in the order by class, with slack behind each class: tokens, and bytes with
+    // raw bits. There is one more row than a unit has bytes.
+    uint8_t* rows[kMaxDeltaRows];
+    uint8_t* differences;  // chunk units: those whose tokens are not direct, class after class
     uint8_t* source;       // chunk units, copied from the source
     uint8_t* base;         // the units of the base, cast
     DeltaSample* sample;
@@ -346,15 +334,14 @@ struct DeltaScratch {
 };
 
 constexpr std::size_t differences_nbytes(std::size_t n, uint32_t unit_nbytes) {
-    return std::max(n * unit_nbytes + kMaxDeltaClasses * kDeltaSlackNbytes,
-                    4 * sparse_row_nbytes(n, unit_nbytes));
+    return std::max(n * unit_nbytes, 4 * sparse_row_nbytes(n, unit_nbytes));
 }
 
 // Bytes that the rows and the sample take.
 constexpr std::size_t delta_encode_nbytes(std::size_t n, uint32_t unit_nbytes) {
     const auto row = [](std::size_t nbytes) { return round_up(nbytes, 64) + kDeltaSlackNbytes; };
     const std::size_t slack = kMaxDeltaClasses * kDeltaSlackNbytes;
-    return row(n) + 2 * row(n + slack) + row(differences_nbytes(n, unit_nbytes)) +
+    return (2 + unit_nbytes) * row(n + slack) + row(differences_nbytes(n, unit_nbytes)) +
            2 * row(n * unit_nbytes) + round_up(sizeof(DeltaSample), 64);
 }
 
@@ -367,8 +354,7 @@ inline DeltaScratch place_delta_scratch(uint8_t* at, std::size_t n, uint32_t uni
     constexpr std::size_t slack = kMaxDeltaClasses * kDeltaSlackNbytes;
     DeltaScratch scratch;
     scratch.keys = take(n + slack);
-    scratch.tokens = take(n + slack);
-    scratch.part = take(n);
+    for (uint32_t p = 0; p < 1 + unit_nbytes; ++p) scratch.rows[p] = take(n + slack);
     scratch.differences = take(differences_nbytes(n, unit_nbytes));
     scratch.source = take(n * unit_nbytes);
     scratch.base = take(n * unit_nbytes);
@@ -384,8 +370,7 @@ class DeltaChunkEncoder {
         : scratch_(scratch),
           n_(n),
           isa_(isa),
-          n_wide_(first_narrow_class(rule)),
-          moves_(rule, isa),
+          counts_(rule),
           classes_(rule),
           differences_(reinterpret_cast<Unit*>(scratch.differences)) {
         header_.rule = rule;
@@ -419,85 +404,58 @@ class DeltaChunkEncoder {
     }
 
   private:
-    // The differences of a class, or the long ones of a narrow class. Between classes there is room
-    // for whole registers.
-    Unit* place(uint32_t c) const {
-        return differences_ + starts_.at[c] + c * (kDeltaSlackNbytes / sizeof(Unit));
+    // The bytes of a class in a row. Between classes there is room for whole registers.
+    uint8_t* row_of(uint32_t p, uint32_t c) const {
+        return scratch_.rows[p] + starts_.at[c] + c * kDeltaSlackNbytes;
     }
 
-    uint8_t* tokens_of(uint32_t c) const {
-        return scratch_.tokens + starts_.at[c] + c * kDeltaSlackNbytes;
-    }
-
-    // Puts the tokens of narrow classes, and the differences of the others, in the order by class.
+    // Puts tokens and raw bytes in the order by class, and lists the differences whose tokens are
+    // not direct.
     void sort(const uint8_t* src, const uint8_t* base) {
         const DeltaRule& rule = header_.rule;
         fill_keys<Unit, kFloat>(base, n_, scratch_.keys, isa_);
         starts_ = count_delta_classes(scratch_.keys, n_, rule, isa_);
-        Unit* to[kMaxDeltaClasses];
-        uint8_t* tokens_to[kMaxDeltaClasses];
+        ClassRows<uint8_t> rows;
+        for (uint32_t p = 0; p < counts_.most; ++p) rows.at[p] = scratch_.rows[p];
         for (uint32_t c = 0; c < kMaxDeltaClasses; ++c) {
-            to[c] = place(c);
-            tokens_to[c] = tokens_of(c);
+            rows.next[c] = starts_.at[c] + c * kDeltaSlackNbytes;
+            long_end_[c] = differences_ + starts_.at[c];
         }
+        BlockRows block;
         for (std::size_t at = 0; at < n_; at += kDeltaBlockUnits) {
             const std::size_t n = std::min(kDeltaBlockUnits, n_ - at);
-            alignas(64) Unit block[kDeltaBlockUnits];
-            subtract(src + at * sizeof(Unit), base + at * sizeof(Unit), n, block);
+            const uint8_t* const units = src + at * sizeof(Unit);
+            const uint8_t* const bases = base + at * sizeof(Unit);
             const uint8_t* const keys = scratch_.keys + at;
-            if (moves_.units.last > 0)
-                sort_units(static_cast<const Unit*>(block), keys, n, rule, moves_.units, classes_,
-                           to, isa_);
-            if (moves_.bytes.first < rule.n_classes) sort_block(block, keys, n, to, tokens_to);
+            cut_differences<Unit, kFloat>(units, bases, keys, n, rule, counts_.most, block, isa_);
+            list_long_tokens(units, bases, keys, n, block.at[0]);
+            sort_rows(block, keys, n, rule, counts_, rows, isa_);
         }
     }
 
-    // Makes the tokens of a block, and the differences of the marked units.
-    void sort_block(const Unit* block, const uint8_t* keys, std::size_t n, Unit** to,
-                    uint8_t** tokens_to) {
-        const DeltaRule& rule = header_.rule;
-        const bool has_narrow = n_wide_ < rule.n_classes;
-        const uint8_t least = has_narrow && n_wide_ > 0 ? rule.thresholds[n_wide_ - 1] : 0;
-        const uint8_t wide_token = moves_.units.last > 0 ? 0 : kLongMark;
-        alignas(64) uint8_t memory[kDeltaBlockUnits];
-        uint8_t* const tokens = memory;
-        vectorised(isa_, [=]() PACKHORSE_VECTORISED {
-            uint8_t* __restrict out = tokens;
-            for (std::size_t i = 0; i < n; ++i) {
-                const auto direct = static_cast<Unit>(block[i] + static_cast<Unit>(kTokenBias));
-                const uint8_t token =
-                    direct < kDeltaDirectTokens ? static_cast<uint8_t>(direct) : kLongMark;
-                out[i] = has_narrow && keys[i] >= least ? token : wide_token;
-            }
-        });
-        sort_tokens(tokens, keys, n, rule, moves_.bytes, classes_, tokens_to, isa_);
-        for_each_marked(tokens, n, kLongMark, isa_, [&](std::size_t i) PACKHORSE_VECTORISED {
-            *to[classes_.of[keys[i]]]++ = block[i];
+    // Replaces the marks of a block by tokens.
+    void list_long_tokens(const uint8_t* units, const uint8_t* bases, const uint8_t* keys,
+                          std::size_t n, uint8_t* tokens) {
+        for_each_scattered(tokens, n, kLongMark, isa_, [&](std::size_t i) PACKHORSE_VECTORISED {
+            const std::size_t at = i * sizeof(Unit);
+            const uint32_t c = classes_.of[keys[i]];
+            const auto d =
+                static_cast<int64_t>(difference_of<Unit, kFloat>(units + at, bases + at));
+            const int64_t t = d >> header_.rule.shifts[c];
+            tokens[i] = static_cast<uint8_t>(token_of(t));
+            *long_end_[c]++ = static_cast<Unit>(t);
         });
     }
 
-    void subtract(const uint8_t* src, const uint8_t* base, std::size_t n, Unit* __restrict out) {
-        vectorised(isa_, [=]() PACKHORSE_VECTORISED {
-            for (std::size_t i = 0; i < n; ++i)
-                out[i] = static_cast<Unit>(
-                    to_ordered<Unit, kFloat>(load<Unit>(src + i * sizeof(Unit))) -
-                    to_ordered<Unit, kFloat>(load<Unit>(base + i * sizeof(Unit))));
-        });
-    }
-
-    // Makes tokens, extra bits and models. Returns the bytes before the raw bits.
+    // Makes extra bits and models. Returns the bytes before the raw bits.
     std::size_t choose_models(Level level) {
         std::size_t at = kDeltaModelsOffset + (std::size_t{4} << header_.lanes_log);
         for (uint32_t c = 0; c < header_.rule.n_classes; ++c) {
-            const std::size_t count = starts_.count(c);
-            uint8_t* const tokens = tokens_of(c);
-            if (c < n_wide_)
-                make_tokens(place(c), count, header_.rule.shifts[c], tokens, extra_, isa_);
-            else
-                complete_tokens(place(c), count, tokens, extra_, isa_);
+            const Unit* const first = differences_ + starts_.at[c];
+            put_long_tokens(first, static_cast<std::size_t>(long_end_[c] - first), extra_);
             RansModel& model = scratch_.models[c];
-            choose_class_model(tokens, count, level_spec(level).sample_units / 4, 0, kDeltaTokens,
-                               model);
+            choose_class_model(row_of(0, c), starts_.count(c), level_spec(level).sample_units / 4,
+                               0, kDeltaTokens, model);
             at += model_nbytes(model.n_in_range());
         }
         return at;
@@ -511,7 +469,7 @@ class DeltaChunkEncoder {
         Ahead nothing;
         for (uint32_t c = header_.rule.n_classes; c-- > 0;) {
             fill_encode_tables(scratch_.models[c], tables);
-            rans_encode(tokens_of(c), starts_.count(c), scratch_.models[c], tables,
+            rans_encode(row_of(0, c), starts_.count(c), scratch_.models[c], tables,
                         header_.lanes_log, encoded, nothing, isa_);
         }
         return encoded;
@@ -525,19 +483,26 @@ class DeltaChunkEncoder {
             dst = write_model(scratch_.models[c], dst);
         std::memcpy(dst, encoded.states, std::size_t{4} << header_.lanes_log);
         dst += std::size_t{4} << header_.lanes_log;
-        for (uint32_t c = 0; c < header_.rule.n_classes; ++c)
-            dst = write_delta_raw(place(c), starts_.count(c), header_.rule.shifts[c], scratch_.part,
-                                  dst, isa_);
+        for (uint32_t c = 0; c < header_.rule.n_classes; ++c) dst = write_class_raw(c, dst);
         return dst;
+    }
+
+    // Writes the raw bits of a class. Returns their end.
+    uint8_t* write_class_raw(uint32_t c, uint8_t* dst) {
+        const uint32_t n_bytes = header_.rule.shifts[c] / 8u, n_bits = header_.rule.shifts[c] % 8u;
+        const std::size_t n = starts_.count(c);
+        for (uint32_t p = 1; p <= n_bytes; ++p, dst += n) std::memcpy(dst, row_of(p, c), n);
+        if (n_bits == 0) return dst;
+        return write_raw_bits(row_of(1 + n_bytes, c), n, {n_bits, (1u << n_bits) - 1}, dst, isa_);
     }
 
     DeltaScratch& scratch_;
     std::size_t n_;
     Isa isa_;
-    uint32_t n_wide_;  // wide classes come first
-    DeltaMoves moves_;
+    DeltaRowCounts counts_;
     ClassOfKey classes_;
     Unit* differences_;
+    Unit* long_end_[kMaxDeltaClasses];  // where the next difference of each class goes
     DeltaHeader header_ = {};
     DeltaStarts starts_;
     BitWriter extra_;

@@ -1,11 +1,11 @@
-// Moves whole units, and tokens of a byte, to the order by class and back, for up to eight classes
-// (docs/format.md, 6.6). A unit's class is the number of cuts that are at most its key.
-// AVX-512 with VBMI2 compresses and expands 64 tokens at a time, or 32 units of two bytes.
-// Everything else is moved 16 at a time as elements of 32 bits (or 8 at a time as elements of 64
-// bits), for which AVX-512 without VBMI2 is enough. AVX2 moves tokens as planes/class_order.hpp
-// does, and the baseline moves them one by one. Both move units one by one, because then only few
-// units are moved. The loops are in delta/order_avx512.hpp
-// and delta/order_avx2.hpp.
+// Moves the bytes of differences to the order by class and back, for up to eight classes
+// (docs/format.md, 6.6). A unit's class is the number of cuts that are at most its key. The first
+// row of bytes has a token for each unit, and the others have raw bits, the lowest byte first. A
+// class has only the rows that its shift needs.
+// AVX-512 with VBMI2 compresses and expands 64 bytes at a time. Without VBMI2, AVX-512 compresses
+// elements of four bytes, one of each row. AVX2 moves bytes as planes/class_order.hpp does, and the
+// baseline moves them one by one. The loops are in delta/order_avx512.hpp and
+// delta/order_avx2.hpp.
 #pragma once
 
 #include <algorithm>
@@ -13,12 +13,28 @@
 #include "delta/delta.hpp"
 #include "delta/order_avx2.hpp"
 #include "delta/order_avx512.hpp"
+#include "delta/rows.hpp"
 #include "planes/class_order.hpp"
 
 namespace packhorse {
 
-constexpr std::size_t kDeltaBlockUnits = 2048;  // their tokens and differences stay in L1
-constexpr std::size_t kDeltaSlackNbytes = 64;   // may be read or written behind a class
+// Does what for_each_marked() does, for at most kDeltaBlockUnits bytes of which some have the bit
+// here and there: no predictor could guess where, so they are listed first, if that is fast.
+template <class Visit>
+PACKHORSE_INLINE void for_each_scattered(const uint8_t* bytes, std::size_t n, uint8_t mark, Isa isa,
+                                         const Visit& visit) {
+    std::size_t done = 0;
+#if PACKHORSE_X86
+    if (isa >= Isa::kAvx512Vbmi2) {
+        uint16_t places[kDeltaBlockUnits + 64];
+        done = n / 64 * 64;
+        const uint16_t* const end = list_marked_vbmi2(bytes, done, mark, places);
+        for (const uint16_t* place = places; place < end; ++place) visit(std::size_t{*place});
+    }
+#endif
+    for_each_marked(bytes + done, n - done, mark, isa,
+                    [&, done](std::size_t i) PACKHORSE_VECTORISED { visit(done + i); });
+}
 
 // Where each class begins in the order by class.
 struct DeltaStarts {
@@ -36,32 +52,6 @@ struct ClassOfKey {
         for (uint32_t t = 0; t + 1 < rule.n_classes; ++t)
             std::fill(of + rule.thresholds[t], std::end(of), static_cast<uint8_t>(t + 1));
     }
-};
-
-// Consecutive classes: first, first + 1, ..., last - 1.
-struct ClassRange {
-    uint32_t first, last;
-};
-
-// Narrow classes have no raw bits, and no class with raw bits follows them. Except for long
-// differences, their differences are their tokens, so bytes are moved instead of units. The other
-// classes are wide.
-inline uint32_t first_narrow_class(const DeltaRule& rule) {
-    uint32_t first = rule.n_classes;
-    while (first > 0 && rule.shifts[first - 1] == 0) --first;
-    return first;
-}
-
-// How the units of a chunk are moved. For the classes of `bytes`, bytes are moved, with a mark
-// where a difference does not fit a byte. For the classes of `units`, whole units are moved. Marked
-// units are moved one by one.
-struct DeltaMoves {
-    ClassRange bytes, units;
-
-    // If units are moved one by one anyway, those of wide classes are marked, too.
-    DeltaMoves(const DeltaRule& rule, Isa isa)
-        : bytes{isa >= Isa::kAvx512 ? first_narrow_class(rule) : 0, rule.n_classes},
-          units{0, bytes.first} {}
 };
 
 // Calls work.template operator()<n_classes>(), so that the state of each class can stay in
@@ -113,114 +103,93 @@ inline DeltaStarts count_delta_classes(const uint8_t* keys, std::size_t n, const
     return starts;
 }
 
-// Puts at most kDeltaBlockUnits units of some classes in the order of units, into `dst`. The other
-// units of `dst` stay or become undefined. `from` points at the next unit of each class and is
-// moved on. Up to kDeltaSlackNbytes behind each class may be read.
-template <class Unit>
-inline void unsort_units(const Unit** from, const uint8_t* keys, std::size_t n,
-                         const DeltaRule& rule, ClassRange range, const ClassOfKey& classes,
-                         Unit* dst, Isa isa) {
-    std::size_t done = 0;
-#if PACKHORSE_X86
-    if (isa >= Isa::kAvx512)
-        done = with_classes(range.last - range.first, [&]<uint32_t kClasses>() {
-            if constexpr (kVbmi2Moves<Unit>)
-                if (isa >= Isa::kAvx512Vbmi2)
-                    return unsort_units_vbmi2<Unit, kClasses>(from, keys, n, rule, range.first,
-                                                              dst);
-            return unsort_units_avx512<Unit, kClasses>(from, keys, n, rule, range.first, dst);
-        });
-#endif
-    (void)isa;
-    (void)rule;
-    for (std::size_t i = done; i < n; ++i) {
-        const uint32_t c = classes.of[keys[i]];
-        if (c >= range.first && c < range.last) dst[i] = *from[c]++;
-    }
-}
-
-// Moves at most kDeltaBlockUnits units of some classes to the places that `to` points at. `to` is
-// moved on. Up to kDeltaSlackNbytes behind each class may be written.
-template <class Unit>
-inline void sort_units(const Unit* src, const uint8_t* keys, std::size_t n, const DeltaRule& rule,
-                       ClassRange range, const ClassOfKey& classes, Unit** to, Isa isa) {
-    std::size_t done = 0;
-#if PACKHORSE_X86
-    if (isa >= Isa::kAvx512)
-        done = with_classes(range.last - range.first, [&]<uint32_t kClasses>() {
-            if constexpr (kVbmi2Moves<Unit>)
-                if (isa >= Isa::kAvx512Vbmi2)
-                    return sort_units_vbmi2<Unit, kClasses>(src, keys, n, rule, range.first, to);
-            return sort_units_avx512<Unit, kClasses>(src, keys, n, rule, range.first, to);
-        });
-#endif
-    (void)isa;
-    (void)rule;
-    for (std::size_t i = done; i < n; ++i) {
-        const uint32_t c = classes.of[keys[i]];
-        if (c >= range.first && c < range.last) *to[c]++ = src[i];
-    }
-}
-
-// Calls move(place, i) for each of at most kDeltaBlockUnits units, one by one; `at` points
-// at the next unit of each of kMaxDeltaClasses classes and is moved on.
-template <class Unit, class Move>
-inline void move_one_by_one(Unit** at, const uint8_t* keys, std::size_t n, const DeltaRule& rule,
-                            Isa isa, Move move) {
-    using Few = Moving<Unit, kMaxDeltaClasses>;
-    uint8_t steps[kDeltaBlockUnits];
-    fill_steps(keys, n, rule.thresholds, rule.n_classes - 1, Few::kStep, steps, isa);
-    for (std::size_t first = 0; first < n; first += Few::kMaxUnits) {
+// Calls move(place, p, i) for each row `p` and each of the units [first, n) of a block, one by one.
+template <class Byte, class Move>
+inline void move_one_by_one(ClassRows<Byte>& rows, uint32_t n_rows, const uint8_t* steps,
+                            std::size_t first, std::size_t n, Move move) {
+    using Few = Moving<Byte, kMaxDeltaClasses>;
+    for (; first < n; first += Few::kMaxUnits) {
         const std::size_t end = std::min(n, first + Few::kMaxUnits);
-        Few moving(at);
-        for (std::size_t i = first; i < end; ++i) move(moving.next(steps[i]), i);
-        moving.finish(at);
+        Byte* at[kMaxDeltaClasses];
+        for (uint32_t p = 0; p < n_rows; ++p) {
+            for (uint32_t c = 0; c < kMaxDeltaClasses; ++c) at[c] = rows.at[p] + rows.next[c];
+            Few moving(at);
+            for (std::size_t i = first; i < end; ++i) move(moving.next(steps[i]), p, i);
+            moving.finish(at);
+        }
+        for (uint32_t c = 0; c < kMaxDeltaClasses; ++c)
+            rows.next[c] = static_cast<std::size_t>(at[c] - rows.at[n_rows - 1]);
     }
 }
 
-// Does what unsort_units() does, for tokens. If tokens move one by one, moves those of all classes.
-inline void unsort_tokens(const uint8_t** from, const uint8_t* keys, std::size_t n,
-                          const DeltaRule& rule, ClassRange range, const ClassOfKey& classes,
-                          uint8_t* __restrict dst, Isa isa) {
-    // Moving 32 tokens by their ranks is faster than expanding two registers of 16.
-    const bool by_ranks = isa < Isa::kAvx512Vbmi2 && range.first == 0;
-    if (isa >= Isa::kAvx512 && !by_ranks)
-        return unsort_units(from, keys, n, rule, range, classes, dst, isa);
-    std::size_t done = 0;
-#if PACKHORSE_X86
-    if (isa >= Isa::kAvx2)
-        done = with_classes(rule.n_classes, [&]<uint32_t kClasses>() {
-            return unsort_tokens_avx2<kClasses>(from, keys, n, rule, dst);
+// Fills in the shift of each unit's class.
+inline void fill_shifts(const uint8_t* keys, std::size_t n, const DeltaRule& rule,
+                        uint8_t* __restrict shifts, Isa isa) {
+    std::memset(shifts, rule.shifts[0], n);
+    for (uint32_t t = 0; t + 1 < rule.n_classes; ++t) {
+        const uint8_t cut = rule.thresholds[t];
+        const auto change = static_cast<uint8_t>(rule.shifts[t + 1] - rule.shifts[t]);
+        if (change == 0) continue;
+        vectorised(isa, [=]() PACKHORSE_VECTORISED {
+            for (std::size_t i = 0; i < n; ++i)
+                shifts[i] = static_cast<uint8_t>(shifts[i] + (keys[i] >= cut ? change : 0));
         });
-#elif PACKHORSE_ARM
-    if (isa >= Isa::kNeon)
-        done = with_classes(rule.n_classes, [&]<uint32_t kClasses>() {
-            return unsort_bytes_neon<kClasses>(from, keys, n, rule.thresholds, dst);
-        });
-#endif
-    move_one_by_one(from, keys + done, n - done, rule, isa,
-                    [=](const uint8_t& token, std::size_t i) { dst[done + i] = token; });
+    }
 }
 
-// Does what sort_units() does, for tokens. If tokens move one by one, moves those of all classes.
-inline void sort_tokens(const uint8_t* __restrict src, const uint8_t* keys, std::size_t n,
-                        const DeltaRule& rule, ClassRange range, const ClassOfKey& classes,
-                        uint8_t** to, Isa isa) {
-    if (isa >= Isa::kAvx512) return sort_units(src, keys, n, rule, range, classes, to, isa);
+constexpr uint32_t kDeltaStep = Moving<uint8_t, kMaxDeltaClasses>::kStep;
+
+// Puts the bytes of at most kDeltaBlockUnits units in the order of units, and fills in their
+// shifts, if there is more than one row. A byte is undefined where a class lacks the row, unless
+// the row of classes is zero there. Up to kDeltaSlackNbytes behind each class may be read.
+inline void unsort_rows(ClassRows<const uint8_t>& rows, const uint8_t* keys, std::size_t n,
+                        const DeltaRule& rule, const DeltaRowCounts& counts, BlockRows& dst,
+                        Isa isa) {
+    std::size_t done = 0;
+#if PACKHORSE_X86
+    if (isa >= Isa::kAvx512Vbmi2)
+        done = with_classes(rule.n_classes, [&]<uint32_t kClasses>() {
+            return unsort_rows_vbmi2<kClasses>(rows, keys, n, rule, counts, dst);
+        });
+    else if (isa >= Isa::kAvx2)
+        done = with_classes(rule.n_classes, [&]<uint32_t kClasses>() {
+            return unsort_rows_avx2<kClasses>(rows, keys, n, rule, counts, dst);
+        });
+#endif
+    if (counts.most > 1) {
+        const std::size_t from = isa >= Isa::kAvx512Vbmi2 ? done : 0;
+        fill_shifts(keys + from, n - from, rule, dst.shifts + from, isa);
+    }
+    if (done == n) return;
+    uint8_t steps[kDeltaBlockUnits];
+    fill_steps(keys + done, n - done, rule.thresholds, rule.n_classes - 1, kDeltaStep, steps + done,
+               isa);
+    move_one_by_one(rows, counts.most, steps, done, n,
+                    [&](const uint8_t& byte, uint32_t p, std::size_t i) { dst.at[p][i] = byte; });
+}
+
+// Moves the bytes of at most kDeltaBlockUnits units to the order by class. Bytes that a class does
+// not need may be moved or not. Up to kDeltaSlackNbytes behind each class may be written.
+inline void sort_rows(const BlockRows& src, const uint8_t* keys, std::size_t n,
+                      const DeltaRule& rule, const DeltaRowCounts& counts, ClassRows<uint8_t>& rows,
+                      Isa isa) {
     std::size_t done = 0;
 #if PACKHORSE_X86
     if (isa >= Isa::kAvx2)
         done = with_classes(rule.n_classes, [&]<uint32_t kClasses>() {
-            return sort_tokens_avx2<kClasses>(src, keys, n, rule, to);
-        });
-#elif PACKHORSE_ARM
-    if (isa >= Isa::kNeon)
-        done = with_classes(rule.n_classes, [&]<uint32_t kClasses>() {
-            return sort_bytes_neon<kClasses>(src, keys, n, rule.thresholds, to);
+            if (isa >= Isa::kAvx512Vbmi2)
+                return sort_rows_vbmi2<kClasses>(src, keys, n, rule, counts, rows);
+            if (isa >= Isa::kAvx512)
+                return sort_rows_avx512<kClasses>(src, keys, n, rule, counts, rows);
+            return sort_rows_avx2<kClasses>(src, keys, n, rule, counts, rows);
         });
 #endif
-    move_one_by_one(to, keys + done, n - done, rule, isa,
-                    [=](uint8_t& token, std::size_t i) { token = src[done + i]; });
+    if (done == n) return;
+    uint8_t steps[kDeltaBlockUnits];
+    fill_steps(keys + done, n - done, rule.thresholds, rule.n_classes - 1, kDeltaStep, steps + done,
+               isa);
+    move_one_by_one(rows, counts.most, steps, done, n,
+                    [&](uint8_t& byte, uint32_t p, std::size_t i) { byte = src.at[p][i]; });
 }
 
 }  // namespace packhorse

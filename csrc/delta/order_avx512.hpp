@@ -1,239 +1,231 @@
-// Moves units and tokens to the order by class and back with AVX-512, for up to eight classes. With
-// VBMI2 they keep their own length; without it they are widened to 32 bits.
+// Moves the bytes of differences to the order by class and back with AVX-512, for up to eight
+// classes.
 #pragma once
 
-#include <type_traits>
-
 #include "common/dispatch.hpp"
-#include "delta/delta.hpp"
+#include "delta/rows.hpp"
 
 namespace packhorse {
 
 #if PACKHORSE_X86
 
-// A register of units, narrow ones as elements of 32 bits.
-template <class Unit>
-struct Units512 {
-    static constexpr std::size_t kLanes = sizeof(Unit) == 8 ? 8 : 16;
-    using Mask = std::conditional_t<sizeof(Unit) == 8, __mmask8, __mmask16>;
-    using Keys = __m128i;
-
-    PACKHORSE_AVX512 static PACKHORSE_INLINE Keys load_keys(const uint8_t* keys) {
-        return sizeof(Unit) == 8 ? _mm_loadl_epi64(reinterpret_cast<const __m128i*>(keys))
-                                 : _mm_loadu_si128(reinterpret_cast<const __m128i*>(keys));
+// Lists those of `n` bytes that have the bit `mark`, for a multiple of 64 below 2^16. Returns the
+// end of the list, which has room for `n` and 64 more.
+PACKHORSE_AVX512_VBMI2 inline uint16_t* list_marked_vbmi2(const uint8_t* bytes, std::size_t n,
+                                                          uint8_t mark, uint16_t* places) {
+    const __m512i marks = _mm512_set1_epi8(static_cast<char>(mark));
+    const __m512i step = _mm512_set1_epi16(32);
+    alignas(64) uint16_t ascending[32];
+    for (uint16_t i = 0; i < 32; ++i) ascending[i] = i;
+    __m512i place = _mm512_load_si512(ascending);
+    for (std::size_t i = 0; i < n; i += 64) {
+        const __mmask64 set = _mm512_test_epi8_mask(_mm512_loadu_si512(bytes + i), marks);
+        for (int h = 0; h < 2; ++h, place = _mm512_add_epi16(place, step)) {
+            const auto half = static_cast<__mmask32>(set >> (32 * h));
+            _mm512_storeu_si512(places, _mm512_maskz_compress_epi16(half, place));
+            places += __builtin_popcount(half);
+        }
     }
+    return places;
+}
 
-    PACKHORSE_AVX512 static PACKHORSE_INLINE Mask at_least(Keys keys, uint8_t cut) {
-        return static_cast<Mask>(_mm_cmpge_epu8_mask(keys, _mm_set1_epi8(static_cast<char>(cut))));
-    }
+// What is the same for all units. The loops below keep it in registers, because stores of bytes
+// might change it in memory.
+template <uint32_t kClasses>
+struct ClassRegisters {
+    __m512i cuts[kClasses];  // the last one is not used
+    __m512i shifts[kClasses];
+    uint32_t n_rows[kClasses];
+    std::size_t next[kClasses];
 
-    PACKHORSE_AVX512 static PACKHORSE_INLINE __m512i load(const Unit* src) {
-        if constexpr (sizeof(Unit) == 1)
-            return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(src)));
-        else if constexpr (sizeof(Unit) == 2)
-            return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(src)));
-        else
-            return _mm512_loadu_si512(src);
-    }
-
-    PACKHORSE_AVX512 static PACKHORSE_INLINE void store(Unit* dst, __m512i units) {
-        if constexpr (sizeof(Unit) == 1)
-            _mm_storeu_si128(reinterpret_cast<__m128i*>(dst), _mm512_cvtepi32_epi8(units));
-        else if constexpr (sizeof(Unit) == 2)
-            _mm256_storeu_si256(reinterpret_cast<__m256i*>(dst), _mm512_cvtepi32_epi16(units));
-        else
-            _mm512_storeu_si512(dst, units);
-    }
-
-    PACKHORSE_AVX512 static PACKHORSE_INLINE __m512i expand(__m512i over, Mask set, __m512i units) {
-        if constexpr (sizeof(Unit) == 8)
-            return _mm512_mask_expand_epi64(over, set, units);
-        else
-            return _mm512_mask_expand_epi32(over, set, units);
-    }
-
-    PACKHORSE_AVX512 static PACKHORSE_INLINE __m512i compress(Mask set, __m512i units) {
-        if constexpr (sizeof(Unit) == 8)
-            return _mm512_maskz_compress_epi64(set, units);
-        else
-            return _mm512_maskz_compress_epi32(set, units);
+    PACKHORSE_AVX512 ClassRegisters(const DeltaRule& rule, const DeltaRowCounts& counts,
+                                    const std::size_t* begin) {
+        for (uint32_t c = 0; c < kClasses; ++c) {
+            cuts[c] =
+                _mm512_set1_epi8(static_cast<char>(c + 1 < kClasses ? rule.thresholds[c] : 0));
+            shifts[c] = _mm512_set1_epi8(static_cast<char>(rule.shifts[c]));
+            n_rows[c] = counts.of[c];
+            next[c] = begin[c];
+        }
     }
 };
 
-// The same for elements that only VBMI2 moves.
-template <class Unit>
-struct UnitsVbmi2;
-
-template <>
-struct UnitsVbmi2<uint8_t> {
-    static constexpr std::size_t kLanes = 64;
-    using Mask = __mmask64;
-    using Keys = __m512i;
-
-    PACKHORSE_AVX512_VBMI2 static PACKHORSE_INLINE Keys load_keys(const uint8_t* keys) {
-        return _mm512_loadu_si512(keys);
-    }
-
-    PACKHORSE_AVX512_VBMI2 static PACKHORSE_INLINE Mask at_least(Keys keys, uint8_t cut) {
-        return _mm512_cmpge_epu8_mask(keys, _mm512_set1_epi8(static_cast<char>(cut)));
-    }
-
-    PACKHORSE_AVX512_VBMI2 static PACKHORSE_INLINE __m512i expand(__m512i over, Mask set,
-                                                                  __m512i units) {
-        return _mm512_mask_expand_epi8(over, set, units);
-    }
-
-    PACKHORSE_AVX512_VBMI2 static PACKHORSE_INLINE __m512i compress(Mask set, __m512i units) {
-        return _mm512_maskz_compress_epi8(set, units);
-    }
-};
-
-template <>
-struct UnitsVbmi2<uint16_t> {
-    static constexpr std::size_t kLanes = 32;
-    using Mask = __mmask32;
-    using Keys = __m256i;
-
-    PACKHORSE_AVX512_VBMI2 static PACKHORSE_INLINE Keys load_keys(const uint8_t* keys) {
-        return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(keys));
-    }
-
-    PACKHORSE_AVX512_VBMI2 static PACKHORSE_INLINE Mask at_least(Keys keys, uint8_t cut) {
-        return _mm256_cmpge_epu8_mask(keys, _mm256_set1_epi8(static_cast<char>(cut)));
-    }
-
-    PACKHORSE_AVX512_VBMI2 static PACKHORSE_INLINE __m512i expand(__m512i over, Mask set,
-                                                                  __m512i units) {
-        return _mm512_mask_expand_epi16(over, set, units);
-    }
-
-    PACKHORSE_AVX512_VBMI2 static PACKHORSE_INLINE __m512i compress(Mask set, __m512i units) {
-        return _mm512_maskz_compress_epi16(set, units);
-    }
-};
-
-// Puts the units of kClasses classes, from class `first` on, in order into `dst`. The other units
-// of `dst` stay.
-template <class Unit, uint32_t kClasses>
-PACKHORSE_AVX512 inline std::size_t unsort_units_avx512(const Unit** from, const uint8_t* keys,
-                                                        std::size_t n, const DeltaRule& rule,
-                                                        uint32_t first, Unit* dst) {
-    using Units = Units512<Unit>;
-    using Mask = typename Units::Mask;
-    const Unit* next[kClasses];
-    for (uint32_t k = 0; k < kClasses; ++k) next[k] = from[first + k];
+// Moves 64 units after 64 units. Rows from the third on are moved in a second pass over the
+// classes.
+template <uint32_t kClasses, uint32_t kRows>
+PACKHORSE_AVX512_VBMI2 inline std::size_t unsort_some_rows_vbmi2(ClassRows<const uint8_t>& rows,
+                                                                 const uint8_t* keys, std::size_t n,
+                                                                 const DeltaRule& rule,
+                                                                 const DeltaRowCounts& counts,
+                                                                 BlockRows& dst) {
+    ClassRegisters<kClasses> state(rule, counts, rows.next);
+    const ClassRows<const uint8_t> from = rows;
+    const uint32_t n_rows = counts.most;
+    const uint8_t* const first_row = from.at[0];
+    const uint8_t* const second_row = from.at[1];
     std::size_t i = 0;
-    for (; i + Units::kLanes <= n; i += Units::kLanes) {
-        const auto key = Units::load_keys(keys + i);
-        auto from_here = first > 0 ? Units::at_least(key, rule.thresholds[first - 1])
-                                   : static_cast<Mask>(~Mask{0});
-        __m512i units = Units::load(dst + i);
+    for (; i + 64 <= n; i += 64) {
+        const __m512i key = _mm512_loadu_si512(keys + i);
+        __m512i tokens = _mm512_setzero_si512(), bytes = tokens, shifts = state.shifts[0];
+        __mmask64 from_here = ~__mmask64{0};
+        __mmask64 sets[kClasses];
+        std::size_t places[kClasses];
 #pragma GCC unroll 8
-        for (uint32_t k = 0; k < kClasses; ++k) {
-            const Mask above = first + k + 1 < rule.n_classes
-                                   ? Units::at_least(key, rule.thresholds[first + k])
-                                   : Mask{0};
-            const auto set = static_cast<Mask>(from_here & ~above);
+        for (uint32_t c = 0; c < kClasses; ++c) {
+            const __mmask64 above =
+                c + 1 < kClasses ? _mm512_cmpge_epu8_mask(key, state.cuts[c]) : 0;
+            const __mmask64 set = from_here & ~above;
             from_here = above;
-            units = Units::expand(units, set, Units::load(next[k]));
-            next[k] += __builtin_popcountll(set);
+            const std::size_t at = state.next[c];
+            tokens = _mm512_mask_expand_epi8(tokens, set, _mm512_loadu_si512(first_row + at));
+            if constexpr (kRows > 1) {
+                if (state.n_rows[c] > 1)
+                    bytes =
+                        _mm512_mask_expand_epi8(bytes, set, _mm512_loadu_si512(second_row + at));
+                if (c + 1 < kClasses)
+                    shifts = _mm512_mask_mov_epi8(shifts, above, state.shifts[(c + 1) % kClasses]);
+            }
+            if constexpr (kRows > 2) {
+                sets[c] = set;
+                places[c] = at;
+            }
+            state.next[c] = at + static_cast<std::size_t>(__builtin_popcountll(set));
         }
-        Units::store(dst + i, units);
+        _mm512_store_si512(dst.at[0] + i, tokens);
+        if constexpr (kRows > 1) {
+            _mm512_store_si512(dst.at[1] + i, bytes);
+            _mm512_store_si512(dst.shifts + i, shifts);
+        }
+        for (uint32_t p = 2; kRows > 2 && p < n_rows; ++p) {
+            const uint8_t* const row = from.at[p];
+            bytes = _mm512_setzero_si512();
+#pragma GCC unroll 8
+            for (uint32_t c = 0; c < kClasses; ++c)
+                if (p < state.n_rows[c])
+                    bytes = _mm512_mask_expand_epi8(bytes, sets[c],
+                                                    _mm512_loadu_si512(row + places[c]));
+            _mm512_store_si512(dst.at[p] + i, bytes);
+        }
     }
-    for (uint32_t k = 0; k < kClasses; ++k) from[first + k] = next[k];
+    for (uint32_t c = 0; c < kClasses; ++c) rows.next[c] = state.next[c];
     return i;
 }
 
-template <class Unit, uint32_t kClasses>
-PACKHORSE_AVX512 inline std::size_t sort_units_avx512(const Unit* src, const uint8_t* keys,
-                                                      std::size_t n, const DeltaRule& rule,
-                                                      uint32_t first, Unit** to) {
-    using Units = Units512<Unit>;
-    using Mask = typename Units::Mask;
-    Unit* next[kClasses];
-    for (uint32_t k = 0; k < kClasses; ++k) next[k] = to[first + k];
+template <uint32_t kClasses>
+PACKHORSE_AVX512_VBMI2 inline std::size_t unsort_rows_vbmi2(ClassRows<const uint8_t>& rows,
+                                                            const uint8_t* keys, std::size_t n,
+                                                            const DeltaRule& rule,
+                                                            const DeltaRowCounts& counts,
+                                                            BlockRows& dst) {
+    if (counts.most == 1)
+        return unsort_some_rows_vbmi2<kClasses, 1>(rows, keys, n, rule, counts, dst);
+    if (counts.most == 2)
+        return unsort_some_rows_vbmi2<kClasses, 2>(rows, keys, n, rule, counts, dst);
+    return unsort_some_rows_vbmi2<kClasses, 3>(rows, keys, n, rule, counts, dst);
+}
+
+template <uint32_t kClasses, uint32_t kRows>
+PACKHORSE_AVX512_VBMI2 inline std::size_t sort_some_rows_vbmi2(const BlockRows& src,
+                                                               const uint8_t* keys, std::size_t n,
+                                                               const DeltaRule& rule,
+                                                               const DeltaRowCounts& counts,
+                                                               ClassRows<uint8_t>& rows) {
+    ClassRegisters<kClasses> state(rule, counts, rows.next);
+    const ClassRows<uint8_t> to = rows;
+    const uint32_t n_rows = counts.most;
+    uint8_t* const first_row = to.at[0];
+    uint8_t* const second_row = to.at[1];
     std::size_t i = 0;
-    for (; i + Units::kLanes <= n; i += Units::kLanes) {
-        const auto key = Units::load_keys(keys + i);
-        auto from_here = first > 0 ? Units::at_least(key, rule.thresholds[first - 1])
-                                   : static_cast<Mask>(~Mask{0});
-        const __m512i units = Units::load(src + i);
+    for (; i + 64 <= n; i += 64) {
+        const __m512i key = _mm512_loadu_si512(keys + i);
+        const __m512i tokens = _mm512_load_si512(src.at[0] + i);
+        const __m512i bytes = kRows > 1 ? _mm512_load_si512(src.at[1] + i) : tokens;
+        __mmask64 from_here = ~__mmask64{0};
+        __mmask64 sets[kClasses];
+        std::size_t places[kClasses];
 #pragma GCC unroll 8
-        for (uint32_t k = 0; k < kClasses; ++k) {
-            const Mask above = first + k + 1 < rule.n_classes
-                                   ? Units::at_least(key, rule.thresholds[first + k])
-                                   : Mask{0};
-            const auto set = static_cast<Mask>(from_here & ~above);
+        for (uint32_t c = 0; c < kClasses; ++c) {
+            const __mmask64 above =
+                c + 1 < kClasses ? _mm512_cmpge_epu8_mask(key, state.cuts[c]) : 0;
+            const __mmask64 set = from_here & ~above;
             from_here = above;
-            Units::store(next[k], Units::compress(set, units));
-            next[k] += __builtin_popcountll(set);
+            const std::size_t at = state.next[c];
+            _mm512_storeu_si512(first_row + at, _mm512_maskz_compress_epi8(set, tokens));
+            if (kRows > 1 && state.n_rows[c] > 1)
+                _mm512_storeu_si512(second_row + at, _mm512_maskz_compress_epi8(set, bytes));
+            if constexpr (kRows > 2) {
+                sets[c] = set;
+                places[c] = at;
+            }
+            state.next[c] = at + static_cast<std::size_t>(__builtin_popcountll(set));
+        }
+        for (uint32_t p = 2; kRows > 2 && p < n_rows; ++p) {
+            const __m512i more = _mm512_load_si512(src.at[p] + i);
+            uint8_t* const row = to.at[p];
+#pragma GCC unroll 8
+            for (uint32_t c = 0; c < kClasses; ++c)
+                if (p < state.n_rows[c])
+                    _mm512_storeu_si512(row + places[c], _mm512_maskz_compress_epi8(sets[c], more));
         }
     }
-    for (uint32_t k = 0; k < kClasses; ++k) to[first + k] = next[k];
+    for (uint32_t c = 0; c < kClasses; ++c) rows.next[c] = state.next[c];
     return i;
 }
 
-template <class Unit, uint32_t kClasses>
-PACKHORSE_AVX512_VBMI2 inline std::size_t unsort_units_vbmi2(const Unit** from, const uint8_t* keys,
-                                                             std::size_t n, const DeltaRule& rule,
-                                                             uint32_t first, Unit* dst) {
-    using Units = UnitsVbmi2<Unit>;
-    using Mask = typename Units::Mask;
-    const Unit* next[kClasses];
-    for (uint32_t k = 0; k < kClasses; ++k) next[k] = from[first + k];
-    std::size_t i = 0;
-    for (; i + Units::kLanes <= n; i += Units::kLanes) {
-        const auto key = Units::load_keys(keys + i);
-        auto from_here = first > 0 ? Units::at_least(key, rule.thresholds[first - 1])
-                                   : static_cast<Mask>(~Mask{0});
-        __m512i units = _mm512_loadu_si512(dst + i);
-#pragma GCC unroll 8
-        for (uint32_t k = 0; k < kClasses; ++k) {
-            const Mask above = first + k + 1 < rule.n_classes
-                                   ? Units::at_least(key, rule.thresholds[first + k])
-                                   : Mask{0};
-            const auto set = static_cast<Mask>(from_here & ~above);
-            from_here = above;
-            units = Units::expand(units, set, _mm512_loadu_si512(next[k]));
-            next[k] += __builtin_popcountll(set);
-        }
-        _mm512_storeu_si512(dst + i, units);
-    }
-    for (uint32_t k = 0; k < kClasses; ++k) from[first + k] = next[k];
-    return i;
+template <uint32_t kClasses>
+PACKHORSE_AVX512_VBMI2 inline std::size_t sort_rows_vbmi2(const BlockRows& src, const uint8_t* keys,
+                                                          std::size_t n, const DeltaRule& rule,
+                                                          const DeltaRowCounts& counts,
+                                                          ClassRows<uint8_t>& rows) {
+    if (counts.most == 1)
+        return sort_some_rows_vbmi2<kClasses, 1>(src, keys, n, rule, counts, rows);
+    if (counts.most == 2)
+        return sort_some_rows_vbmi2<kClasses, 2>(src, keys, n, rule, counts, rows);
+    return sort_some_rows_vbmi2<kClasses, 3>(src, keys, n, rule, counts, rows);
 }
 
-template <class Unit, uint32_t kClasses>
-PACKHORSE_AVX512_VBMI2 inline std::size_t sort_units_vbmi2(const Unit* src, const uint8_t* keys,
-                                                           std::size_t n, const DeltaRule& rule,
-                                                           uint32_t first, Unit** to) {
-    using Units = UnitsVbmi2<Unit>;
-    using Mask = typename Units::Mask;
-    Unit* next[kClasses];
-    for (uint32_t k = 0; k < kClasses; ++k) next[k] = to[first + k];
-    std::size_t i = 0;
-    for (; i + Units::kLanes <= n; i += Units::kLanes) {
-        const auto key = Units::load_keys(keys + i);
-        auto from_here = first > 0 ? Units::at_least(key, rule.thresholds[first - 1])
-                                   : static_cast<Mask>(~Mask{0});
-        const __m512i units = _mm512_loadu_si512(src + i);
+// Compresses elements that hold a byte of each of four rows.
+template <uint32_t kClasses>
+PACKHORSE_AVX512 inline std::size_t sort_rows_avx512(const BlockRows& src, const uint8_t* keys,
+                                                     std::size_t n, const DeltaRule& rule,
+                                                     const DeltaRowCounts& row_counts,
+                                                     ClassRows<uint8_t>& rows) {
+    const ClassRows<uint8_t> to = rows;
+    const DeltaRowCounts counts = row_counts;
+    std::size_t next[kClasses];
+    const std::size_t n_done = n / 16 * 16;
+    for (uint32_t first = 0; first < counts.most; first += 4) {
+        const uint32_t most = std::min(4u, counts.most - first);
+        for (uint32_t c = 0; c < kClasses; ++c) next[c] = to.next[c];
+        for (std::size_t i = 0; i < n_done; i += 16) {
+            const __m128i key = _mm_loadu_si128(reinterpret_cast<const __m128i*>(keys + i));
+            __m512i units = _mm512_setzero_si512();
+            for (uint32_t p = 0; p < most; ++p) {
+                const auto* const bytes = reinterpret_cast<const __m128i*>(src.at[first + p] + i);
+                units = _mm512_or_si512(
+                    units, _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_load_si128(bytes)), 8 * p));
+            }
+            __mmask16 from_here = 0xFFFF;
 #pragma GCC unroll 8
-        for (uint32_t k = 0; k < kClasses; ++k) {
-            const Mask above = first + k + 1 < rule.n_classes
-                                   ? Units::at_least(key, rule.thresholds[first + k])
-                                   : Mask{0};
-            const auto set = static_cast<Mask>(from_here & ~above);
-            from_here = above;
-            _mm512_storeu_si512(next[k], Units::compress(set, units));
-            next[k] += __builtin_popcountll(set);
+            for (uint32_t c = 0; c < kClasses; ++c) {
+                const __mmask16 above =
+                    c + 1 < kClasses
+                        ? _mm_cmpge_epu8_mask(key,
+                                              _mm_set1_epi8(static_cast<char>(rule.thresholds[c])))
+                        : __mmask16{0};
+                const auto set = static_cast<__mmask16>(from_here & ~above);
+                from_here = above;
+                const __m512i moved = _mm512_maskz_compress_epi32(set, units);
+                for (uint32_t p = 0; p < most && first + p < counts.of[c]; ++p)
+                    _mm_storeu_si128(reinterpret_cast<__m128i*>(to.at[first + p] + next[c]),
+                                     _mm512_cvtepi32_epi8(_mm512_srli_epi32(moved, 8 * p)));
+                next[c] += static_cast<std::size_t>(__builtin_popcount(set));
+            }
         }
     }
-    for (uint32_t k = 0; k < kClasses; ++k) to[first + k] = next[k];
-    return i;
+    for (uint32_t c = 0; c < kClasses; ++c) rows.next[c] = next[c];
+    return n_done;
 }
-
-template <class Unit>
-constexpr bool kVbmi2Moves = sizeof(Unit) <= 2;
 
 #endif
 

@@ -303,6 +303,10 @@ inline void sort_changes(const SparseChanges<Unit>& changes) {
 template <class Unit>
 inline void write_changed(const uint8_t* base, std::size_t n, const SparseChanges<Unit>& changes,
                           bool past_cache, uint8_t* dst, Isa isa) {
+    if (dst == base) {
+        apply_changes(changes, 0, 0, n, dst);
+        return;
+    }
     std::size_t done = 0, next = 0;  // units, changes
 #if PACKHORSE_X86
     constexpr std::size_t kPieceUnits = kIntakeNbytes / sizeof(Unit);

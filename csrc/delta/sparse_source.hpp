@@ -31,7 +31,7 @@ inline SparseScratch place_sparse_scratch(const DeltaScratch& scratch, std::size
     const std::size_t row = sparse_row_nbytes(n, unit_nbytes);
     uint8_t* const rows = scratch.differences;
     return {reinterpret_cast<uint32_t*>(scratch.keys),
-            reinterpret_cast<uint32_t*>(scratch.tokens),
+            reinterpret_cast<uint32_t*>(scratch.rows[0]),
             rows,
             rows + row,
             rows + 2 * row,

@@ -439,14 +439,18 @@ struct EncodedTensor {
 // One worker's memory for decoding. `partial` receives a chunk if only a part of it is wanted.
 struct DecodeWorker {
     DecodeWorker(const Geometry& geometry, bool classes, bool deltas)
-        : planes(new PlaneDecoder[item_nbytes(geometry.spec) == 1 ? geometry.spec.n_planes : 1]),
-          whole(classes ? Scratch(classed_scratch_nbytes(geometry.largest_units(),
-                                                         geometry.spec.n_planes))
+        : DecodeWorker(geometry.largest_units(), geometry.spec.unit_nbytes,
+                       item_nbytes(geometry.spec) == 1 ? geometry.spec.n_planes : 1, classes,
+                       deltas) {}
+
+    // For chunks of at most `n` units.
+    DecodeWorker(std::size_t n, uint32_t unit_nbytes, std::size_t n_planes, bool classes,
+                 bool deltas)
+        : planes(new PlaneDecoder[n_planes]),
+          whole(classes ? Scratch(classed_scratch_nbytes(n, static_cast<uint32_t>(n_planes)))
                         : Scratch()),
           delta(deltas ? new DeltaDecoder : nullptr),
-          differences(deltas ? Scratch(delta_scratch_nbytes(geometry.largest_units(),
-                                                            geometry.spec.unit_nbytes))
-                             : Scratch()) {}
+          differences(deltas ? Scratch(delta_scratch_nbytes(n, unit_nbytes)) : Scratch()) {}
 
     std::unique_ptr<PlaneDecoder[]> planes;
     Scratch whole;
@@ -457,7 +461,7 @@ struct DecodeWorker {
 
     // Where the base's units of a chunk go if they are cast.
     uint8_t* cast_memory(std::size_t n, uint32_t unit_nbytes) const {
-        return differences.get() + 2 * delta_row_nbytes(n) + delta_row_nbytes(n * unit_nbytes);
+        return delta_cast_memory(differences.get(), n, unit_nbytes);
     }
 };
 

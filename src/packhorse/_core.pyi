@@ -174,6 +174,13 @@ def encode_chunks(
 def decode_range(
     tensor: EncodedTensor, start: int, dst: _Bytes, check: bool, threads: int
 ) -> tuple[int, int]: ...
+def decode_links(
+    tensors: Sequence[EncodedTensor],
+    kinds: Sequence[tuple[bool, int]],
+    dst: _Bytes,
+    check: bool,
+    threads: int,
+) -> tuple[int, int, int]: ...
 def patch_base(tensor: EncodedTensor, target: _Bytes, threads: int) -> tuple[int, int]: ...
 
 class TensorPatch:

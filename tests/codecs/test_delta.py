@@ -184,6 +184,20 @@ def test_any_mix_of_classes_with_raw_bits_and_without(sizes, n):
     assert len(frames) == 1
 
 
+def test_steps_of_one_size_are_found_in_chunks_of_any_length():
+    # Each exponent then has its own size of steps, and must not share a class with another one.
+    old = RNG.standard_normal(600_000).astype(np.float32) * 0.04
+    old = old.astype(ml_dtypes.bfloat16).astype(np.float32)
+    sizes = []
+    for seed in range(4):
+        signs = np.random.default_rng(seed).choice(np.float32([-1e-4, 1e-4]), old.size)
+        new = (old + signs).astype(ml_dtypes.bfloat16)
+        for n in (old.size, 1 << 19):
+            base = old[:n].astype(ml_dtypes.bfloat16).tobytes()
+            sizes.append(pack(new[:n].tobytes(), base, "BF16").nbytes / n)
+    assert max(sizes) < 1.1 * min(sizes)
+
+
 def test_chunks_choose_for_themselves():
     """A tensor whose second half is unrelated to its base."""
     new, old = steps("BF16", 2_000_000, share=0.05)

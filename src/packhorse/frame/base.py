@@ -33,6 +33,7 @@ __all__ = [
     "BaseName",
     "allowed_casts",
     "checked_base",
+    "kind_of_base",
     "matching_base",
     "part_of",
     "plan_delta",
@@ -68,7 +69,14 @@ def allowed_casts(dtype: DType) -> list[DType]:
 
 
 def _base(data: ByteArray, dtype: DType, base_dtype: DType) -> Base:
-    return Base(data, Split.FLOAT in dtype.splits, _CASTS.get((base_dtype.name, dtype.name), 0))
+    return Base(data, *kind_of_base(dtype, BaseName(b"", base_dtype)))
+
+
+def kind_of_base(dtype: DType, name: BaseName | None) -> tuple[bool, int]:
+    """Returns whether the units of a frame are floats, and the core's number for the cast of its
+    base."""
+    cast = 0 if name is None else _CASTS.get((name.dtype.name, dtype.name), 0)
+    return Split.FLOAT in dtype.splits, cast
 
 
 def part_of(base: Base, dtype: DType, first: int, n_units: int) -> Base:

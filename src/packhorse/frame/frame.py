@@ -157,7 +157,7 @@ class Frame(FrameFacts):
         units = self._matching_base(base, n_threads, base_hash)
         if units is not None and np.may_share_memory(target, units.data):
             raise ValueError("dst and the base share memory; decode elsewhere, or a copy of it")
-        self._decode(self._encoded(units), target, start, n_threads, check=check)
+        self._decode(self.encoded(units), target, start, n_threads, check=check)
 
     def patch_into(
         self, target: Buffer, *, base_hash: bytes | None = None, threads: int | None = None
@@ -201,7 +201,7 @@ class Frame(FrameFacts):
         base = self._matching_base(memory, n_threads, base_hash)
         if base is None:
             self.verify(threads=n_threads)
-            self._decode(self._encoded(None), memory, 0, n_threads)
+            self._decode(self.encoded(None), memory, 0, n_threads)
             return
         tensor = self._encoded_beside(base, n_threads)
         status, chunk = _core.patch_base(tensor, memory, n_threads)
@@ -300,7 +300,7 @@ class Frame(FrameFacts):
         except BaseMismatchError as error:
             raise BaseMismatchError(f"{label(self._name)}{error}") from None
 
-    def _encoded(self, base: Base | None) -> EncodedTensor | ZstdJob:
+    def encoded(self, base: Base | None) -> EncodedTensor | ZstdJob:
         """The frame in the form that its decoder takes: the core's, or `ZstdJob` for Zstandard."""
         header = self.header
         if self._opened.has_zstd:
@@ -309,8 +309,8 @@ class Frame(FrameFacts):
         return EncodedTensor(payload, header.table, header.geometry, self._side_data(), base)
 
     def _encoded_beside(self, base: Base, threads: int) -> EncodedTensor:
-        """As `_encoded`, in the core's form always."""
-        tensor = self._encoded(base)
+        """As `encoded`, in the core's form always."""
+        tensor = self.encoded(base)
         return tensor.stored(threads, base) if isinstance(tensor, ZstdJob) else tensor
 
     def _decode(
@@ -354,7 +354,7 @@ class Frame(FrameFacts):
                 shows it.
         """
         n_threads = resolve_threads(threads)
-        tensor = self._encoded(self._matching_base(base, n_threads))
+        tensor = self.encoded(self._matching_base(base, n_threads))
         windows = windows or repeat(np.empty(self.window_nbytes, np.uint8))
         hasher = ContentHasher(has_sum=self.has_sum)
         for start in range(0, self.logical_nbytes, _WINDOW_NBYTES):
@@ -394,7 +394,7 @@ class Frame(FrameFacts):
             CorruptionError: what is wrong, with tensor, chunk and byte offset.
         """
         piece = window[: stop - start]
-        self._decode(self._encoded(None), piece, start, 1)
+        self._decode(self.encoded(None), piece, start, 1)
         return hash_leaves(piece)
 
     def verify_parts(self, leaves: Sequence[ByteArray]) -> None:

@@ -123,13 +123,13 @@ class ZstdJob:
         for _ in in_order(decode_one, n_wanted, threads):
             pass
 
-    def stored(self, threads: int, base: Base) -> EncodedTensor:
+    def stored(self, threads: int, base: Base | None) -> EncodedTensor:
         """Decodes the tensor, and returns it with all chunks stored, for the core to compare with a
         base.
 
         Args:
             threads: how many to use.
-            base: the base.
+            base: the base; None if it is not needed.
 
         Raises:
             CorruptionError: a chunk is damaged.

@@ -10,6 +10,7 @@ from packhorse.codecs.base import ByteArray
 from packhorse.codecs.content import content_hash
 from packhorse.errors import BaseMismatchError, CorruptionError, blaming
 from packhorse.frame import Frame
+from packhorse.frame.chain import can_decode_chain, decode_chain
 from packhorse.storage.frames.refs import FrameRef
 from packhorse.storage.frames.scratch import Scratch
 
@@ -59,21 +60,31 @@ class Chain:
         """Decode the tensor.
 
         Args:
-            dst: memory of exactly the tensor's size. Every second frame of the chain is decoded
-                into it, too.
+            dst: memory of exactly the tensor's size. The frames of the chain are decoded into it,
+                range by range.
             threads: how many threads to use.
-            scratch: memory for the other frames.
+            scratch: memory for whole frames, if they cannot be decoded so.
 
         Raises:
             CorruptionError: a frame is damaged, or the tensor is not the one that `ref` names.
         """
         # The tensor's content hash proves the whole chain, so the bases are not hashed.
         try:
-            self._decode_links(dst, threads, scratch, check=False)
+            self._decode_ranges(dst, threads, scratch)
             self._check_hash(dst, threads)
         except CorruptionError:
             self._decode_links(dst, threads, scratch, check=True)  # names the damaged frame
             raise
+
+    def _decode_ranges(self, dst: ByteArray, threads: int, scratch: Scratch) -> None:
+        if len(self._frames) == 1 or not can_decode_chain(self._frames):
+            self._decode_links(dst, threads, scratch, check=False)
+            return
+        with blaming(self._labels[-1]):
+            fault = decode_chain(self._frames, dst, threads)
+        if fault is not None:
+            with blaming(self._labels[fault.number]):
+                raise fault.error
 
     def _decode_links(self, dst: ByteArray, threads: int, scratch: Scratch, *, check: bool) -> None:
         base: ByteArray | None = None
