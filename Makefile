@@ -29,7 +29,7 @@ TIME ?= 60
 # Minutes for the soak: make soak MINUTES=60 ARGS="--seed 7 --parts kills forks"
 MINUTES ?= 10
 
-.PHONY: help venv demo test test-lmcache test-vllm lint format docs docs-serve bench compat data training rl-trace study sanitize fuzz soak tsan compile arm wheel clean
+.PHONY: help venv demo test test-lmcache test-vllm lint format docs docs-serve bench compat data training rl-trace study sanitize fuzz soak tsan compile arm arm-test cross wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -109,24 +109,42 @@ compile: build/tsan/threads ## compile ahead what `make tsan` and `make fuzz` ru
 	@"$(PYTHON)" fuzz/run.py --build --jobs 1
 
 # What the fuzz targets and the thread test claim, on another architecture than this machine's. Needs a cross compiler and an emulator
-# (Debian: g++-aarch64-linux-gnu qemu-user-static).
+# (Debian: g++-aarch64-linux-gnu qemu-user-static). CI runs the first two targets: make arm ARM_TARGETS="round_trip decode_plane"
+ARM_TARGETS ?= round_trip decode_plane decode_tensor weights bounded tables plan frames threads
 ARM := aarch64-linux-gnu-g++ -std=c++20 -Icsrc -O2 -ffp-contract=off -Wall -Wextra -Werror -Wno-uninitialized -Wno-maybe-uninitialized -static -pthread
-arm: .venv/.test ## compile the core for aarch64, and run the seeds of the fuzz targets there by emulation
-	@rm -rf build/arm && mkdir -p build/arm
+arm: .venv/.test ## compile the core for 64-bit ARM, and run the seeds of the fuzz targets there by emulation
+	@rm -rf build/arm/seeds && mkdir -p build/arm
 	@$(PY) fuzz/make_corpus.py build/arm/seeds
-	@for target in round_trip decode_tensor decode_plane weights bounded; do \
-		$(ARM) fuzz/$$target.cpp fuzz/standalone.cpp -o build/arm/$$target; \
-		echo -n "$$target: "; qemu-aarch64-static build/arm/$$target build/arm/seeds/$$target/*; \
+	@for target in $(ARM_TARGETS); do \
+		echo -n "$$target: "; \
+		case $$target in \
+			threads) $(ARM) fuzz/threads.cpp -o build/arm/threads; qemu-aarch64-static build/arm/threads 10;; \
+			*) $(ARM) fuzz/$$target.cpp fuzz/standalone.cpp -o build/arm/$$target; \
+				seeds=$${target/plan/decode_tensor}; \
+				qemu-aarch64-static build/arm/$$target build/arm/seeds/$${seeds/frames/frame}/*;; \
+		esac; \
 	done
-	@$(ARM) fuzz/plan.cpp fuzz/standalone.cpp -o build/arm/plan
-	@echo -n "plan: "; qemu-aarch64-static build/arm/plan build/arm/seeds/decode_tensor/*
-	@$(ARM) fuzz/threads.cpp -o build/arm/threads && qemu-aarch64-static build/arm/threads 10
+
+arm-test: .venv/.python ## build a wheel for 64-bit ARM by cross-compilation, and run tests on it by emulation (half an hour)
+	@.ci/arm $(ARGS)
+
+# Clang for macOS and Windows, with their headers, is in the package ziglang (100 MB). Nothing is linked or run. One program has the whole
+# way of a tensor, the other one every header that stands on its own.
+CROSS := aarch64-macos x86_64-macos x86_64-windows-gnu
+cross: .venv-cross/.ziglang ## compile the core for macOS and Windows
+	@mkdir -p build/cross
+	@cd csrc && find . -name '*.hpp' -not -path './bind/*' -not -path ./bounded/loops.hpp -not -name '*_windows.hpp' \
+		| sort | sed 's|^./\(.*\)|#include "\1"|' > ../build/cross/headers.cpp
+	@for target in $(CROSS); do for source in build/cross/headers.cpp benchmarks/codecs/core.cpp; do \
+		echo "$$target: $$source"; \
+		.venv-cross/bin/python -m ziglang c++ -target $$target -std=c++20 -Icsrc -Wall -Wextra -Werror -c $$source -o build/cross/object; \
+	done; done
 
 wheel: ## build portable wheels, and try each alone in new environments of all Pythons that are here
 	@.ci/wheel
 
 clean: ## remove .venv and everything that was built
-	rm -rf .venv .venv-lmcache .venv-vllm build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-cross .venv-lmcache .venv-vllm build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 .venv/.python: pyproject.toml
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Packhorse needs Python 3.11 or later")'
@@ -190,6 +208,11 @@ LMCACHE_NEEDS := aiofile aiofiles aiohttp blake3 cachetools cryptography msgspec
 
 .venv-lmcache/.lmcache: .venv-lmcache/.packages $(SOURCES)
 	@.venv-lmcache/bin/python -m pip install --quiet --no-build-isolation .
+	@touch $@
+
+.venv-cross/.ziglang:
+	@test -x .venv-cross/bin/python || "$(PYTHON)" -m venv .venv-cross
+	@.venv-cross/bin/python -m pip install --quiet ziglang==0.17.1
 	@touch $@
 
 .venv/.lint: .venv/.torch $(SOURCES)

@@ -15,10 +15,17 @@ The command prints the medians and the best of the rounds, in GB/s of elements:
 `--chunk-log` and `--level` show the cost of a choice. Chunks that are smaller than the leaves of
 the content hash, 256 KiB, are hashed one by one. To compare variants of the code, run the command
 in two checkouts, in turn.
+
+`--count` needs no ARM machine: it compiles the program for 64-bit ARM and runs it in an emulator
+that counts instructions (Debian: g++-aarch64-linux-gnu qemu-user). It prints the instructions for
+each element, on the portable path and with NEON. A count says nothing of caches and of how many
+instructions a processor runs at once; on an ARM machine, the command without `--count` measures
+speeds.
 """
 
 import argparse
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -40,12 +47,15 @@ from benchmarks.data import sets
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "benchmarks" / "codecs" / "core.cpp"
 PROGRAM = ROOT / "build" / "benchmarks" / "core"
+COUNTER = ROOT / "benchmarks" / "codecs" / "count_instructions.cpp"
+ARM_COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 # GCC's AVX-512 headers provoke the two warnings.
 FLAGS = (
     *("-std=c++20", "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
     *(f"-I{ROOT / 'csrc'}", "-pthread"),
 )
 ROUNDS = 7
+COUNTED_MB = 4  # counting is slow, and a few chunks say the same as many
 
 
 class Kind(NamedTuple):
@@ -84,9 +94,10 @@ class Isa(IntEnum):
     """Code paths by the numbers that the core knows."""
 
     PORTABLE = 0
-    AVX2 = 1
-    AVX512 = 2
-    AVX512_VBMI2 = 3
+    NEON = 1
+    AVX2 = 2
+    AVX512 = 3
+    AVX512_VBMI2 = 4
 
 
 class Timing(NamedTuple):
@@ -121,6 +132,8 @@ def main(argv: list[str]) -> int:
         The exit status: 1 if there is no compiler, or a round trip fails.
     """
     args = _parse(argv)
+    if args.count:
+        return _print_counts(args)
     compiler = find_compiler()
     if compiler is None:
         print("a C++ compiler is missing: install g++ or clang++, or name one in CXX")
@@ -149,6 +162,27 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def _print_counts(args: argparse.Namespace) -> int:
+    compiler = find_compiler()
+    if compiler is None or not all(map(shutil.which, (ARM_COMPILER, EMULATOR))):
+        print(f"{ARM_COMPILER} or {EMULATOR} is missing: install g++-aarch64-linux-gnu, qemu-user")
+        return 1
+    kind, level = KINDS[args.dtype], Level[args.level.upper()]
+    array = sets.make(kind.data, limit_nbytes=(args.first_mb or COUNTED_MB) * 1_000_000).array
+    chunk_log = args.chunk_log or _chunk_log(kind, level)
+    program = build(ARM_COMPILER, PROGRAM.with_suffix(".arm"), more=("-static",))
+    counter = build(compiler, PROGRAM.with_suffix(".so"), source=COUNTER, more=("-shared", "-fPIC"))
+    columns = [
+        count(program, counter, array, kind.unit_nbytes, chunk_log, level, isa)
+        for isa in (Isa.PORTABLE, Isa.NEON)
+    ]
+    print(f"{kind.data}, level {level.name.lower()}: instructions of 64-bit ARM for each element\n")
+    print("| | portable | NEON |\n|---|--:|--:|")
+    for name in columns[0]:
+        print(f"| {name} | {columns[0][name]:.2f} | {columns[1][name]:.2f} |")
+    return 0
+
+
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -161,6 +195,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--chunk-log", type=int, metavar="N", help="log2 of the units of a chunk")
     parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N")
     parser.add_argument("--first-mb", type=int, metavar="N", help="only the first N MB of the set")
+    parser.add_argument("--count", action="store_true", help="count instructions of ARM instead")
     return parser.parse_args(argv)
 
 
@@ -177,13 +212,28 @@ def best_isa() -> Isa:
     return Isa(choose_isa())
 
 
-def build(compiler: str, program: Path = PROGRAM, optimisation: str = "-O3") -> Path:
+def available_isas() -> list[Isa]:
+    """All code paths of this machine, weakest first."""
+    from packhorse.codecs import base
+
+    return [Isa(isa) for isa in base.available_isas()]
+
+
+def build(
+    compiler: str,
+    program: Path = PROGRAM,
+    optimisation: str = "-O3",
+    source: Path = SOURCE,
+    more: tuple[str, ...] = (),
+) -> Path:
     """Compile the program unless it is newer than all sources.
 
     Args:
         compiler: path of the compiler.
         program: where the program goes.
         optimisation: how hard the compiler tries; by default as for the package.
+        source: its source, beside the headers of the core.
+        more: flags.
 
     Returns:
         Its path.
@@ -191,10 +241,10 @@ def build(compiler: str, program: Path = PROGRAM, optimisation: str = "-O3") -> 
     Raises:
         subprocess.CalledProcessError: it does not compile; `stderr` says why.
     """
-    newest = max(path.stat().st_mtime for path in (SOURCE, *(ROOT / "csrc").rglob("*.hpp")))
+    newest = max(path.stat().st_mtime for path in (source, *(ROOT / "csrc").rglob("*.hpp")))
     if not program.exists() or program.stat().st_mtime < newest:
         program.parent.mkdir(parents=True, exist_ok=True)
-        command = [compiler, optimisation, *FLAGS, str(SOURCE), "-o", str(program)]
+        command = [compiler, optimisation, *FLAGS, *more, str(source), "-o", str(program)]
         subprocess.run(command, check=True, capture_output=True, text=True)
     return program
 
@@ -226,14 +276,52 @@ def measure(
         subprocess.CalledProcessError: the program refuses its arguments or a round trip fails;
             `stderr` says which.
     """
-    with tempfile.TemporaryDirectory() as folder, cores(1):
+    numbers = (unit_nbytes, SPLIT, chunk_log, int(level), int(isa), rounds)
+    with cores(1):
+        done = _run([str(program)], array, numbers)
+    return _read(done.stdout)
+
+
+def count(
+    program: Path,
+    counter: Path,
+    array: "np.ndarray[Any, Any]",
+    unit_nbytes: int,
+    chunk_log: int,
+    level: Level,
+    isa: Isa,
+) -> dict[str, float]:
+    """Run the program for ARM in the emulator; see `measure` for the arguments.
+
+    Returns:
+        The instructions of each operation for each element, or byte of a plane.
+    """
+    emulated = [EMULATOR, "-plugin", str(counter), str(program)]
+    numbers = (unit_nbytes, SPLIT, chunk_log, int(level), int(isa), 1)
+    done = _run(emulated, array, numbers)
+    counts = [int(line) for line in done.stderr.split()]
+    _, timings = _read(done.stdout)
+    used = zip(timings.items(), counts[::2], counts[1::2], strict=True)
+    return {
+        name: (end - begin) * (1 if name.startswith("plane") else unit_nbytes) / timing.nbytes
+        for (name, timing), begin, end in used
+    }
+
+
+def _run(
+    command: list[str], array: "np.ndarray[Any, Any]", numbers: tuple[int, ...]
+) -> subprocess.CompletedProcess[str]:
+    unit_nbytes, _, chunk_log, *_ = numbers
+    with tempfile.TemporaryDirectory() as folder:
         source, plane = Path(folder) / "source", Path(folder) / "plane"
         array.tofile(source)
         first_plane(array, unit_nbytes, 1 << chunk_log).tofile(plane)
-        numbers = (unit_nbytes, SPLIT, chunk_log, int(level), int(isa), rounds)
-        command = [str(program), str(source), str(plane), *map(str, numbers)]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-    lines = [line.split() for line in done.stdout.splitlines()]
+        arguments = [str(source), str(plane), *map(str, numbers)]
+        return subprocess.run([*command, *arguments], check=True, capture_output=True, text=True)
+
+
+def _read(printed: str) -> tuple[int, dict[str, Timing]]:
+    lines = [line.split() for line in printed.splitlines()]
     packed_nbytes = int(lines[0][1])
     return packed_nbytes, {
         name: Timing(int(nbytes), [float(word) for word in seconds])

@@ -50,7 +50,7 @@ RESULTS = HERE / "results"
 DOCUMENT = HERE.parent / "docs" / "benchmarks.md"
 PICTURE = HERE.parent / "docs" / report.PICTURE
 README = HERE.parent / "README.md"
-SIMD_NAMES = ["portable", "avx2", "avx512", "avx512_vbmi2"]
+SIMD_NAMES = ["portable", "neon", "avx2", "avx512", "avx512_vbmi2"]
 # The beginning of a set as a separate set, because other figures are known only for that part.
 BEGINNINGS = {targets.FIRST_48_MB: ("model_fp32", 48_000_000)}
 NAMES = (*sets.NAMES, *BEGINNINGS)
@@ -147,9 +147,9 @@ def _with_defaults(args: argparse.Namespace) -> argparse.Namespace:
 
 def _run_variants() -> None:
     """Measure again with fresh memory and on each weaker code path, each in its own process."""
-    from packhorse.codecs.base import Isa, choose_isa
+    from packhorse.codecs.base import available_isas, choose_isa
 
-    weaker = [isa.name.lower() for isa in reversed(Isa) if isa < choose_isa()]
+    weaker = [isa.name.lower() for isa in reversed(available_isas()) if isa < choose_isa()]
     for options in (["--fresh"], *(["--simd", name] for name in weaker)):
         print(f"\n# {' '.join(options)}", flush=True)
         command = [sys.executable, str(HERE / "run.py"), "--full", "--write", *options]

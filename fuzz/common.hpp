@@ -98,7 +98,9 @@ inline bool break_buffers(Input& breaks, std::vector<Buffer>& buffers) {
 
 // Chooses one of the instruction sets of this machine. Each of them has its own loops.
 inline Isa choose_isa(uint32_t choice) {
-    return static_cast<Isa>(choice % (static_cast<uint32_t>(detect_isa()) + 1));
+    auto isa = static_cast<int>(choice % static_cast<uint32_t>(kIsaCount));
+    while (!has_isa(isa)) isa = (isa + 1) % kIsaCount;
+    return static_cast<Isa>(isa);
 }
 
 // Room for the hashes of a tensor's leaves.

@@ -3,6 +3,7 @@
 //
 // Input: instruction set (1 byte), mode (1), length of the plane (3), the stream.
 #include "common.hpp"
+#include "tensor/single_plane.hpp"
 
 namespace packhorse::fuzz {
 namespace {

@@ -6,6 +6,7 @@
 // and 2), the pattern. The tensor repeats the pattern and adds noise in the bits of the mask,
 // because a few hundred bytes alone never fill the lanes and blocks of large chunks.
 #include "common.hpp"
+#include "tensor/single_plane.hpp"
 
 namespace packhorse::fuzz {
 namespace {
@@ -19,12 +20,15 @@ struct Task {
     Buffer src;
     BaseUnits base;
     Level level;
+    bool matches = false;  // for whole units without a base
 
     // Pretends that the tensor takes many bytes without its base, so that every chunk becomes
     // differences if it can.
     EncodeContext context() const {
         const bool has_base = base.view().units != nullptr;
-        return {level, side.view(), base.view(), has_base ? 4 * src.nbytes() : 0};
+        EncodeContext context{level, side.view(), base.view(), has_base ? 4 * src.nbytes() : 0};
+        context.matches = matches;
+        return context;
     }
 };
 
@@ -183,13 +187,15 @@ void run(Input input) {
     const Noise noise(input);
     Buffer src = make_tensor(input, nbytes, cut.unit_nbytes, noise);
     BaseUnits base(cut, geometry, src.data(), noise.mask >> 3, noise.stride);
-    Task task{geometry, std::move(side), std::move(src), std::move(base), level};
+    Task task{geometry, std::move(side), std::move(src), std::move(base), level, false};
     const Buffer before(task.src);
     if (bits >> 4 & 1)
         task.side.fit(task.src.data(), geometry, isa);
     else
         compare_sides(task, isa);
     round_trip_tensor(task, threads, isa);
+    task.matches = geometry.split == Split::kWhole && task.base.view().units == nullptr;
+    if (task.matches) round_trip_tensor(task, threads, isa);
     if (nbytes > 0 && item_nbytes(geometry.spec) == 1)
         compare_estimates(task, 1 + (bits >> 5 & 1), isa);
     if (task.base.view().units != nullptr) compare_delta_estimates(task, isa);

@@ -12,7 +12,7 @@
 #include <ctime>
 #include <string>
 
-#include "tensor/tensor.hpp"
+#include "tensor/single_plane.hpp"
 
 namespace packhorse {
 namespace {
@@ -156,7 +156,7 @@ int run(char** words) {
     const auto chunk_log = static_cast<uint32_t>(std::atoi(words[5]));
     const auto level = static_cast<Level>(std::atoi(words[6]));
     const auto isa = static_cast<Isa>(std::atoi(words[7]));
-    if (isa > detect_isa()) fail("this processor has no such code path");
+    if (!has_isa(std::atoi(words[7]))) fail("this processor has no such code path");
     const char* fault = geometry_fault(unit_nbytes, split, chunk_log, source.size());
     if (fault != nullptr) fail(fault);
     const Geometry geometry(unit_nbytes, split, chunk_log, source.size());

@@ -296,13 +296,23 @@ TARGETS: tuple[Target, ...] = (
     Target("Adam's second moment, bf16", ("train_pv16",), (MinimumRatio(1.83), *_SECOND_MOMENT)),
     Target("Adam's first moment, fp32", ("train_m32",), (MinimumRatio(1.20), *_FIRST_MOMENT)),
     Target("Adam's first moment, bf16", ("train_pm16",), (MinimumRatio(1.51), *_FIRST_MOMENT)),
-    Target("fp8 (e4m3) weights", ("fp8_e4m3",), (Denser("zipnn"), *_faster("zipnn", 1.0, 1.0))),
+    Target(
+        "fp8 weights",
+        ("fp8_e4m3", "fp8_block", "fp8_e5m2"),
+        (Denser("zipnn"), *_faster("zipnn", 2.0, 2.0)),
+    ),
+    Target("fp4 in pairs", ("mxfp4_blocks", "nf4"), (Denser("zipnn"), Denser("zstandard-3"))),
     Target("random bytes", ("random_u8",), (MinimumRatio(0.9999), *_faster(COPY, 0.9, 0.9))),
     Target("zeros", ("zeros_bf16",), _faster(COPY, 1.0, 1.0)),
     Target(
         "token ids and masks",
         ("token_ids_int64", "masks_bool"),
         (Denser("zstandard-3"), Faster("decode", "zstandard-3")),
+    ),
+    Target(
+        "integers that repeat or rise",
+        ("token_ids_int64", "token_ids_u16", "token_ids_padded", "event_times", "graph_int64"),
+        (Denser("planes+zstandard-3"), Denser("openzl", within=0.1), *_faster("openzl", 3, 1)),
     ),
     Target(
         "weights on a forced path",

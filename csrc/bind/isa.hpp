@@ -19,7 +19,8 @@ namespace nb = nanobind;
 namespace packhorse {
 
 constexpr const char* kIsaVariable = "PACKHORSE_SIMD";
-constexpr const char* kIsaNames[] = {"portable", "avx2", "avx512", "avx512_vbmi2"};  // by number
+constexpr const char* kIsaNames[kIsaCount] = {"portable", "neon", "avx2", "avx512",
+                                              "avx512_vbmi2"};  // by number
 
 // Whether two names are equal, whatever the case of their ASCII letters. Does not depend on the
 // locale.
@@ -54,7 +55,7 @@ inline Isa choose_isa(Isa best = detect_isa()) {
     for (std::size_t i = 0; i < std::size(kIsaNames); ++i) {
         if (!is_same_name(wanted, kIsaNames[i])) continue;
         const auto isa = static_cast<Isa>(i);
-        if (isa > best) refuse_missing_isa(wanted, best);
+        if (isa > best || !has_isa(static_cast<int>(i))) refuse_missing_isa(wanted, best);
         return isa;
     }
     refuse_isa_name(wanted);

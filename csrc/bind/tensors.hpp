@@ -99,14 +99,21 @@ struct ContextArgument {
     std::size_t plain_nbytes;
     Mode last_mode;
     uint32_t max_classes;
+    bool matches;
 
     EncodeContext view(const Geometry& geometry) const {
         require(!base || item_nbytes(geometry.spec) == 1,
                 "a tensor with a base is split into bytes");
         require(max_classes <= kMaxSparseClasses, "max_classes is out of range");
-        return {
-            level,      view_of(side, geometry), view_of(base, geometry), plain_nbytes, last_mode,
-            max_classes};
+        require(!matches || (!base && geometry.split == Split::kWhole),
+                "matches need whole units and no base");
+        return {level,
+                view_of(side, geometry),
+                view_of(base, geometry),
+                plain_nbytes,
+                last_mode,
+                max_classes,
+                matches};
     }
 };
 
@@ -236,13 +243,14 @@ inline void bind_tensors(nb::module_& m) {
             "__init__",
             [](ContextArgument* self, int level, std::optional<SideArgument> side,
                std::optional<BaseArgument> base, std::size_t plain_nbytes, int last_mode,
-               uint32_t max_classes) {
+               uint32_t max_classes, bool matches) {
                 new (self) ContextArgument{
                     checked_level(level),         std::move(side), std::move(base), plain_nbytes,
-                    static_cast<Mode>(last_mode), max_classes};
+                    static_cast<Mode>(last_mode), max_classes,     matches};
             },
             "level"_a, "side"_a, "base"_a, "plain_nbytes"_a,
-            "last_mode"_a = static_cast<int>(Mode::kSparseDelta), "max_classes"_a = 0);
+            "last_mode"_a = static_cast<int>(Mode::kSparseDelta), "max_classes"_a = 0,
+            "matches"_a = false);
     nb::class_<OutputArgument>(m, "EncodeOutput")
         .def(nb::init<WritableBytes, WritableTable, std::optional<WritableBytes>,
                       std::optional<WritableBytes>, std::optional<WritableBytes>,

@@ -38,12 +38,12 @@ inline void copy_leaves(const ContentLeaves& from, std::size_t nbytes, const Con
 }
 
 // Copies blocks and adds the copy to a hash.
-inline void take_blocks_portable(const uint8_t* src, std::size_t n_blocks, uint8_t* dst,
-                                 Xxh3Accumulator& acc) {
+inline void take_blocks_each(const uint8_t* src, std::size_t n_blocks, uint8_t* dst,
+                             Xxh3Accumulator& acc, Isa isa) {
     for (std::size_t at = 0; at < n_blocks * kXxh3BlockNbytes; at += kXxh3BlockNbytes) {
         std::memcpy(dst + at, src + at, kXxh3BlockNbytes);
         seal(dst);
-        xxh3_blocks(acc, dst + at, 1, Isa::kPortable);
+        xxh3_blocks(acc, dst + at, 1, isa);
     }
 }
 
@@ -53,8 +53,7 @@ inline void take_blocks(const uint8_t* src, std::size_t n_blocks, uint8_t* dst,
     if (isa >= Isa::kAvx512) return take_blocks_avx512(src, n_blocks, dst, acc);
     if (isa >= Isa::kAvx2) return take_blocks_avx2(src, n_blocks, dst, acc);
 #endif
-    (void)isa;
-    take_blocks_portable(src, n_blocks, dst, acc);
+    take_blocks_each(src, n_blocks, dst, acc, isa);
 }
 
 // Copies and hashes consecutive pieces, leaf after leaf. A piece does not cross the end of a leaf,

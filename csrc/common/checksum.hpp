@@ -1,19 +1,20 @@
 // CRC32C of encoded bytes, and XXH3-128 of logical bytes (docs/format.md, sections 1 and 7).
 //
-// CRC32C: the SSE4.2 instruction has a latency of three cycles and a throughput of one, so three
-// streams run side by side and are joined by the linear operator "append L zero bytes", held as
-// four tables of 256 (one for each byte of the register). Without the instruction, two streams run
-// side by side. Processors with carry-less products of vectors fold 256 bytes into the next 256
-// instead, which is twice as fast. XXH3: only inputs above 240 bytes are hashed here. The caller
-// hashes a shorter leaf with Python's xxhash; a tensor has at most one. Source: the XXH3
-// specification, doc/xxhash_spec.md of the xxHash project.
+// CRC32C: the instructions of SSE4.2 and of ARM have a latency of two or three cycles and a
+// throughput of one, so three streams run side by side and are joined by the linear operator
+// "append L zero bytes", held as four tables of 256 (one for each byte of the register). Without
+// the instruction, two streams run side by side. Processors with carry-less products of vectors
+// fold 256 bytes into the next 256 instead, which is twice as fast. XXH3: inputs above 240 bytes;
+// common/xxh3_short.hpp has the shorter ones. Source: the XXH3 specification, doc/xxhash_spec.md of
+// the xxHash project.
 //
-// The loops are in common/checksum_avx512.hpp, common/checksum_avx2.hpp and
-// common/checksum_portable.hpp.
+// The loops are in common/checksum_avx512.hpp, common/checksum_avx2.hpp,
+// common/checksum_neon.hpp and common/checksum_portable.hpp.
 #pragma once
 
 #include "common/checksum_avx2.hpp"
 #include "common/checksum_avx512.hpp"
+#include "common/checksum_neon.hpp"
 #include "common/checksum_portable.hpp"
 #include "common/dispatch.hpp"
 
@@ -25,6 +26,8 @@ inline uint32_t crc32c_continue(uint32_t crc, const uint8_t* src, std::size_t nb
     if (isa >= Isa::kAvx512 && nbytes >= kCrcFoldMinNbytes && has_vpclmulqdq())
         return crc32c_folding(crc, src, nbytes);
     if (isa >= Isa::kAvx2) return crc32c_hardware(crc, src, nbytes);
+#elif PACKHORSE_ARM
+    if (isa >= Isa::kNeon && has_crc32()) return crc32c_neon(crc, src, nbytes);
 #endif
     (void)isa;
     return crc32c_portable(crc, src, nbytes);
@@ -38,6 +41,8 @@ inline void xxh3_stripes(Xxh3Accumulator& acc, const uint8_t* src, std::size_t n
 #if PACKHORSE_X86
     if (isa >= Isa::kAvx512) return xxh3_stripes_avx512(acc, src, n_stripes);
     if (isa >= Isa::kAvx2) return xxh3_stripes_avx2(acc, src, n_stripes);
+#elif PACKHORSE_ARM
+    if (isa >= Isa::kNeon) return xxh3_stripes_neon(acc, src, n_stripes);
 #endif
     (void)isa;
     xxh3_stripes_portable(acc, src, n_stripes);

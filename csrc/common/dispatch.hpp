@@ -16,23 +16,34 @@
 #if defined(__x86_64__)
 #define PACKHORSE_X86 1
 #include <immintrin.h>
-#define PACKHORSE_AVX2 __attribute__((target("avx2,bmi,bmi2,lzcnt,popcnt,sse4.2")))
+// Newer clangs count the instruction for CRC32C apart from the rest of SSE4.2.
+#define PACKHORSE_AVX2 __attribute__((target("avx2,bmi,bmi2,lzcnt,popcnt,sse4.2,crc32")))
 #define PACKHORSE_AVX512                                                             \
     __attribute__((                                                                  \
         target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi,bmi2,lzcnt,popcnt,sse4." \
-               "2")))
+               "2,crc32")))
 #define PACKHORSE_AVX512_VBMI2                                                                  \
     __attribute__((                                                                             \
         target("avx512vbmi,avx512vbmi2,avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi,bmi2,lzcnt," \
                "popcnt,sse4."                                                                   \
-               "2")))
+               "2,crc32")))
 // For functions that need has_vpclmulqdq() as well.
 #define PACKHORSE_VPCLMULQDQ                                                         \
     __attribute__((                                                                  \
         target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi,bmi2,lzcnt,popcnt,sse4." \
-               "2,pclmul,vpclmulqdq")))
+               "2,crc32,pclmul,vpclmulqdq")))
 #else
 #define PACKHORSE_X86 0
+#endif
+
+#if defined(__aarch64__)
+#define PACKHORSE_ARM 1
+#include <arm_neon.h>
+#if defined(__linux__)
+#include <sys/auxv.h>
+#endif
+#else
+#define PACKHORSE_ARM 0
 #endif
 
 #include <cstddef>
@@ -60,9 +71,11 @@ struct Ahead {
     }
 };
 
-enum class Isa : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Vbmi2 = 3 };
+enum class Isa : int { kPortable = 0, kNeon = 1, kAvx2 = 2, kAvx512 = 3, kAvx512Vbmi2 = 4 };
+constexpr int kIsaCount = 5;
 
-// Each path may use the instructions of all lower paths, so compare with >=.
+// Each path may use the instructions of all lower paths of its architecture, so compare with >=.
+// kNeon is below all paths of x86-64, so that a comparison with one of those is false on ARM.
 bool operator==(Isa, Isa) = delete;
 
 inline Isa detect_isa() {
@@ -79,7 +92,13 @@ inline Isa detect_isa() {
                    : Isa::kAvx512;
     if (avx2) return Isa::kAvx2;
 #endif
-    return Isa::kPortable;
+    return PACKHORSE_ARM ? Isa::kNeon : Isa::kPortable;
+}
+
+// Whether this machine has a path, by its number.
+inline bool has_isa(int isa) {
+    const bool other_architecture = isa == static_cast<int>(Isa::kNeon) && !PACKHORSE_ARM;
+    return 0 <= isa && isa <= static_cast<int>(detect_isa()) && !other_architecture;
 }
 
 // Whether there are carry-less products of whole vectors. The first processors with AVX-512 lack
@@ -87,6 +106,19 @@ inline Isa detect_isa() {
 inline bool has_vpclmulqdq() {
 #if PACKHORSE_X86
     return __builtin_cpu_supports("vpclmulqdq") && __builtin_cpu_supports("pclmul");
+#else
+    return false;
+#endif
+}
+
+// Whether a processor of ARM has the instructions for CRC32C, which came with ARMv8.1. Every
+// processor of Apple has them; elsewhere only Linux is asked.
+inline bool has_crc32() {
+#if PACKHORSE_ARM && defined(__linux__)
+    static const bool found = (getauxval(AT_HWCAP) & HWCAP_CRC32) != 0;
+    return found;
+#elif PACKHORSE_ARM && defined(__APPLE__)
+    return true;
 #else
     return false;
 #endif

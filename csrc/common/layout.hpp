@@ -28,11 +28,22 @@ enum class Mode : uint8_t {
     kZstd = 4,
     kClassedRans = 5,
     kDelta = 6,
-    kSparseDelta = 7
+    kSparseDelta = 7,
+    kMatches = 8
 };
 enum class ClassSource : uint8_t { kNone = 0, kPrediction = 1, kLead = 2 };
 
 // Section 2.
+constexpr uint32_t kFrameMagicNumber = 0x46485089;  // FRAME_MAGIC, as it is loaded
+constexpr uint32_t kFrameVersion = 3;
+constexpr std::size_t kFixedHeaderNbytes = 56;
+constexpr std::size_t kBaseBlockNbytes = 24;
+constexpr std::size_t kContentHashOffset = 24;
+constexpr std::size_t kHeaderCrcOffset = 44;
+constexpr std::size_t kSideFieldsOffset = 48;  // the descriptor is 4 bytes further on
+constexpr uint32_t kFlagBase = 1;
+constexpr uint32_t kFlagSum = 2;
+constexpr uint32_t kMaxDims = 64;
 constexpr std::size_t kMaxSideNbytes = 2097152;
 
 // Section 6.1.
@@ -78,6 +89,10 @@ constexpr uint32_t kMaxSparseCountShift = 21;
 constexpr uint32_t kMaxSparseSizeShift = 58;
 constexpr uint32_t kSparseNoSizes = 254;    // all steps have the size 1
 constexpr uint32_t kSparseEverySize = 255;  // the size of every step is written
+
+// Section 6.8.
+constexpr std::size_t kMatchDescriptorsOffset = 40;
+constexpr uint32_t kRunByteMax = 255;  // a byte of a run or a length that is not the last
 
 // Section 12.
 constexpr std::size_t kMaxWeightColumns = 65536;

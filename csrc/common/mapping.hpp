@@ -6,7 +6,12 @@
 // The handler is installed when a file is mapped, if it is not installed already. A fault outside
 // of our mappings goes to the handler that was installed before; then our handler stays uninstalled
 // until the next file is mapped.
+// Windows has a twin in common/mapping_windows.hpp.
 #pragma once
+
+#if defined(_WIN32)
+#include "common/mapping_windows.hpp"
+#else
 
 #include <signal.h>
 #include <sys/mman.h>
@@ -164,3 +169,5 @@ class Mapping {
 };
 
 }  // namespace packhorse
+
+#endif

@@ -3,12 +3,14 @@
 // for every 2 MiB that are touched, instead of every 4 KiB.
 #pragma once
 
-#include <sys/mman.h>
-
 #include <cstddef>
 #include <cstdint>
 #include <new>
 #include <utility>
+
+#if !defined(_WIN32)
+#include <sys/mman.h>
+#endif
 
 #include "common/scratch.hpp"
 
@@ -25,13 +27,7 @@ class TensorMemory {
             return;
         }
         nbytes_ = nbytes;
-        void* const memory =
-            mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (memory == MAP_FAILED) throw std::bad_alloc();
-        memory_ = static_cast<uint8_t*>(memory);
-#ifdef MADV_HUGEPAGE
-        madvise(memory, nbytes, MADV_HUGEPAGE);
-#endif
+        memory_ = static_cast<uint8_t*>(allocate(nbytes));
     }
     TensorMemory(TensorMemory&& other) noexcept { *this = std::move(other); }
     TensorMemory& operator=(TensorMemory&& other) noexcept {
@@ -41,12 +37,31 @@ class TensorMemory {
         return *this;
     }
     ~TensorMemory() {
-        if (memory_ != nullptr) munmap(memory_, nbytes_);
+        if (memory_ != nullptr) release(memory_, nbytes_);
     }
 
     uint8_t* get() const { return memory_ != nullptr ? memory_ : small_.get(); }
 
   private:
+#if defined(_WIN32)
+    // Windows gives large blocks as new pages, too.
+    static void* allocate(std::size_t nbytes) { return ::operator new(nbytes, kAlignment); }
+    static void release(void* memory, std::size_t) { ::operator delete(memory, kAlignment); }
+
+    static constexpr std::align_val_t kAlignment{64};
+#else
+    static void* allocate(std::size_t nbytes) {
+        void* const memory =
+            mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (memory == MAP_FAILED) throw std::bad_alloc();
+#ifdef MADV_HUGEPAGE
+        madvise(memory, nbytes, MADV_HUGEPAGE);
+#endif
+        return memory;
+    }
+    static void release(void* memory, std::size_t nbytes) { munmap(memory, nbytes); }
+#endif
+
     Scratch small_;
     uint8_t* memory_ = nullptr;
     std::size_t nbytes_ = 0;

@@ -192,6 +192,11 @@ inline void unsort_tokens(const uint8_t** from, const uint8_t* keys, std::size_t
         done = with_classes(rule.n_classes, [&]<uint32_t kClasses>() {
             return unsort_tokens_avx2<kClasses>(from, keys, n, rule, dst);
         });
+#elif PACKHORSE_ARM
+    if (isa >= Isa::kNeon)
+        done = with_classes(rule.n_classes, [&]<uint32_t kClasses>() {
+            return unsort_bytes_neon<kClasses>(from, keys, n, rule.thresholds, dst);
+        });
 #endif
     move_one_by_one(from, keys + done, n - done, rule, isa,
                     [=](const uint8_t& token, std::size_t i) { dst[done + i] = token; });
@@ -207,6 +212,11 @@ inline void sort_tokens(const uint8_t* __restrict src, const uint8_t* keys, std:
     if (isa >= Isa::kAvx2)
         done = with_classes(rule.n_classes, [&]<uint32_t kClasses>() {
             return sort_tokens_avx2<kClasses>(src, keys, n, rule, to);
+        });
+#elif PACKHORSE_ARM
+    if (isa >= Isa::kNeon)
+        done = with_classes(rule.n_classes, [&]<uint32_t kClasses>() {
+            return sort_bytes_neon<kClasses>(src, keys, n, rule.thresholds, to);
         });
 #endif
     move_one_by_one(to, keys + done, n - done, rule, isa,

@@ -6,6 +6,7 @@
 // - AVX-512 with VBMI2 has instructions for that, 64 units at a time;
 // - AVX2 computes the rank of each unit in its class for one direction, 32 units at a time; for the
 // other it looks up a byte shuffle for each of the 256 sets of eight places;
+// - NEON looks up such shuffles for both directions;
 // - the baseline moves unit by unit.
 #pragma once
 
@@ -15,6 +16,7 @@
 #include "common/layout.hpp"
 #include "planes/class_order_avx2.hpp"
 #include "planes/class_order_avx512.hpp"
+#include "planes/class_order_neon.hpp"
 #include "planes/class_order_portable.hpp"
 
 namespace packhorse {
@@ -50,6 +52,11 @@ inline void sort_block(const uint8_t* plane, const uint8_t* keys, std::size_t n,
         done = sort_blocks_vbmi2(plane, keys, n, cuts, to);
     else if (isa >= Isa::kAvx2)
         done = sort_blocks_avx2(plane, keys, n, cuts, to);
+#elif PACKHORSE_ARM
+    if (isa >= Isa::kNeon)
+        done = with_cuts_neon(cuts, [&]<uint32_t kClasses>() {
+            return sort_bytes_neon<kClasses>(plane, keys, n, cuts.at, to);
+        });
 #endif
     if (done == n) return;
     uint8_t steps[kSortUnits];
@@ -86,6 +93,11 @@ inline void unsort_by_class(const uint8_t** from, const uint8_t* keys, std::size
         done = unsort_blocks_vbmi2(from, keys, n, cuts, dst);
     else if (isa >= Isa::kAvx2)
         done = unsort_blocks_avx2(from, keys, n, cuts, dst);
+#elif PACKHORSE_ARM
+    if (isa >= Isa::kNeon)
+        done = with_cuts_neon(cuts, [&]<uint32_t kClasses>() {
+            return unsort_bytes_neon<kClasses>(from, keys, n, cuts.at, dst);
+        });
 #endif
     for (; done < n; done += std::min(kSortUnits, n - done)) {
         const std::size_t run = std::min(kSortUnits, n - done);

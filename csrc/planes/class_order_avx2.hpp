@@ -7,6 +7,7 @@
 #include "common/dispatch.hpp"
 #include "common/layout.hpp"
 #include "planes/class_order_portable.hpp"
+#include "planes/place_shuffles.hpp"
 
 namespace packhorse {
 
@@ -54,24 +55,6 @@ PACKHORSE_AVX2 PACKHORSE_INLINE ClassSets class_sets_avx2(const uint8_t* keys,
         above[t] = above_avx2(keys, cuts.at[t]) & cuts.used[t];
     return class_sets(above);
 }
-
-// For each of the 256 sets of eight places, a byte shuffle that moves the bytes at these places
-// together.
-struct alignas(64) PlaceShuffles {
-    uint8_t compress[256][8];
-};
-
-constexpr PlaceShuffles make_place_shuffles() {
-    PlaceShuffles shuffles{};
-    for (uint32_t set = 0; set < 256; ++set) {
-        uint32_t n = 0;
-        for (uint8_t place = 0; place < 8; ++place)
-            if (set >> place & 1) shuffles.compress[set][n++] = place;
-    }
-    return shuffles;
-}
-
-inline constexpr PlaceShuffles kPlaceShuffles = make_place_shuffles();
 
 // The cuts in registers.
 struct CutsAvx2 {

@@ -15,6 +15,7 @@
 #include "planes/histogram.hpp"
 #include "planes/palette_avx2.hpp"
 #include "planes/palette_avx512.hpp"
+#include "planes/palette_neon.hpp"
 #include "planes/palette_portable.hpp"
 #include "planes/symbols.hpp"
 
@@ -108,6 +109,10 @@ std::size_t palette_encode_blocks(const uint8_t* src, std::size_t n_blocks,
                                                    escapes, escapes_end);
     if (isa >= Isa::kAvx2)
         return palette_encode_blocks_avx2<kBits>(src, n_blocks, model, codes, plane_stride, escapes,
+                                                 escapes_end);
+#elif PACKHORSE_ARM
+    if (isa >= Isa::kNeon)
+        return palette_encode_blocks_neon<kBits>(src, n_blocks, model, codes, plane_stride, escapes,
                                                  escapes_end);
 #endif
     (void)isa;
@@ -217,6 +222,9 @@ std::size_t palette_decode_blocks(PaletteDecoder& decoder, std::size_t first, st
         return palette_decode_blocks_avx512<kBits>(decoder, first, n_blocks, dst, ahead);
     if (isa >= Isa::kAvx2)
         return palette_decode_blocks_avx2<kBits>(decoder, first, n_blocks, dst, ahead);
+#elif PACKHORSE_ARM
+    if (isa >= Isa::kNeon)
+        return palette_decode_blocks_neon<kBits>(decoder, first, n_blocks, dst, ahead);
 #endif
     (void)ahead;
     (void)isa;

@@ -11,6 +11,7 @@
 #include "common/layout.hpp"
 #include "planes/symbols_avx2.hpp"
 #include "planes/symbols_avx512.hpp"
+#include "planes/symbols_neon.hpp"
 #include "planes/symbols_portable.hpp"
 
 namespace packhorse {
@@ -37,6 +38,8 @@ inline std::size_t write_raw_blocks(const uint8_t* plane, std::size_t n_blocks, 
 #if PACKHORSE_X86
     if (isa >= Isa::kAvx512) return write_raw_blocks_avx512(plane, n_blocks, j, dst);
     if (isa >= Isa::kAvx2) return write_raw_blocks_avx2(plane, n_blocks, j, dst);
+#elif PACKHORSE_ARM
+    if (isa >= Isa::kNeon) return write_raw_blocks_neon(plane, n_blocks, j, dst);
 #endif
     (void)isa;
     return write_raw_blocks_portable(plane, n_blocks, j, dst);
@@ -91,6 +94,10 @@ inline void add_raw_bits(const RawPlanes& raw, std::size_t first, std::size_t n,
         add_raw_blocks_avx512(raw, first, n_blocks, dst);
     else if (isa >= Isa::kAvx2)
         add_raw_blocks_avx2(raw, first, n_blocks, dst);
+    else
+#elif PACKHORSE_ARM
+    if (isa >= Isa::kNeon)
+        add_raw_blocks_neon(raw, first, n_blocks, dst);
     else
 #endif
         add_raw_blocks_portable(raw, first, n_blocks, dst);

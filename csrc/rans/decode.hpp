@@ -18,6 +18,7 @@
 #include "rans/decode_avx2.hpp"
 #include "rans/decode_avx512.hpp"
 #include "rans/decode_buckets_avx512.hpp"
+#include "rans/decode_neon.hpp"
 #include "rans/decode_portable.hpp"
 #include "rans/decoder.hpp"
 
@@ -120,6 +121,9 @@ inline void decode_rounds(RansDecoder& decoder, std::size_t n_rounds, uint8_t* d
     if (isa >= Isa::kAvx2)
         return wide ? decode_rounds_avx2(decoder, n_rounds, dst, ahead)
                     : decode_rounds_scalar_avx2(decoder, n_rounds, dst);
+#elif PACKHORSE_ARM
+    if (isa >= Isa::kNeon && decoder.lanes_log == kMaxLanesLog)
+        return decode_rounds_neon_any(decoder, n_rounds, dst, ahead);
 #endif
     (void)isa;
     decode_rounds_portable(decoder, n_rounds, dst, ahead);

@@ -12,33 +12,11 @@
 #include "common/dispatch.hpp"
 #include "rans/decode_portable.hpp"
 #include "rans/model.hpp"
+#include "rans/word_order.hpp"
 
 namespace packhorse {
 
 #if PACKHORSE_X86
-
-// For each of the 256 sets of lanes that need a word: a byte shuffle that moves the next words to
-// these lanes and leaves zero in the others.
-struct alignas(64) WordOrder {
-    uint8_t byte_of_place[256][16];
-};
-
-constexpr WordOrder make_word_order() {
-    WordOrder order{};
-    for (uint32_t mask = 0; mask < 256; ++mask) {
-        uint8_t next = 0;
-        for (uint32_t lane = 0; lane < 8; ++lane) {
-            const bool needs = mask >> lane & 1;
-            order.byte_of_place[mask][2 * lane] = needs ? next : uint8_t{0x80};
-            order.byte_of_place[mask][2 * lane + 1] =
-                needs ? static_cast<uint8_t>(next + 1) : uint8_t{0x80};
-            if (needs) next = static_cast<uint8_t>(next + 2);
-        }
-    }
-    return order;
-}
-
-inline constexpr WordOrder kWordOrder = make_word_order();
 
 // The states of 128 lanes, and the slots that the next look-ups load one by one.
 struct alignas(64) LanesAvx2 {

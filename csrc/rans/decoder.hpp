@@ -20,6 +20,7 @@ struct alignas(64) RansDecoder {
     uint32_t table[kProbSum];
     BucketEntries buckets;
     BucketHalves halves;  // of 64 buckets
+    BucketBytes narrow;   // of 32 buckets
     AliasTables alias;
     RansModel model;
     bool has_table;  // if not, entries are found in the buckets
@@ -81,6 +82,15 @@ inline void build_rans_tables(RansDecoder& decoder, Isa isa) {
             decoder.has_table = false;
             return;
         }
+#if PACKHORSE_ARM
+        if (isa >= Isa::kNeon && decoder.lanes_log == kMaxLanesLog &&
+            decoder.model.n_buckets() == kNarrowBuckets) {
+            fill_bucket_entries(decoder.model, decoder.alias, decoder.buckets);
+            fill_bucket_bytes(decoder.model, decoder.alias, decoder.buckets, decoder.narrow);
+            decoder.has_table = false;
+            return;
+        }
+#endif
     }
     fill_decode_table(decoder.model, decoder.alias, decoder.table);
     decoder.has_table = true;

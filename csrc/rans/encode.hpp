@@ -11,9 +11,12 @@
 // one word for each unit.
 #pragma once
 
+#include <bit>
+
 #include "common/dispatch.hpp"
 #include "rans/encode_avx2.hpp"
 #include "rans/encode_avx512.hpp"
+#include "rans/encode_neon.hpp"
 #include "rans/encode_portable.hpp"
 #include "rans/model.hpp"
 #include "rans/spread.hpp"
@@ -32,7 +35,10 @@ struct alignas(64) RansEncodeTables {
     uint64_t inverse[256];     // 2^44 / freq rounded up, for the scalar path
     uint16_t slots[kProbSum];  // position -> slot
     RansVectorTables vectors;  // for vector paths
-    SpreadMap spread;          // for AVX-512, if there is one
+    SpreadMap spread;          // for AVX-512 and NEON, if there is one
+#if PACKHORSE_ARM
+    SpreadBytes spread_bytes;  // the same
+#endif
 };
 
 inline void fill_encode_tables(const RansModel& model, RansEncodeTables& tables) {
@@ -49,6 +55,9 @@ inline void fill_encode_tables(const RansModel& model, RansEncodeTables& tables)
     fill_vector_tables(model, tables.slots, tables.vectors);
     tables.spread.found = false;
     if (model.n_buckets() == kNarrowBuckets) spread_slots(model, alias, tables.spread);
+#if PACKHORSE_ARM
+    if (tables.spread.found) fill_spread_bytes(tables.spread, model.n_codes, tables.spread_bytes);
+#endif
 }
 
 // Maps bytes to codes: consecutive symbols by a subtraction, others by a table.
@@ -105,6 +114,24 @@ inline void map_units(const uint8_t* plane, std::size_t n, const CodeMap& map, u
     });
 }
 
+// The last of `n` bytes that equals `wanted`, or null. Only some C libraries have memrchr.
+inline const uint8_t* find_last(const uint8_t* bytes, std::size_t n, uint8_t wanted) {
+#if defined(__linux__)
+    return static_cast<const uint8_t*>(memrchr(bytes, wanted, n));
+#else
+    const uint64_t each = 0x0101010101010101, low_bits = 0x7F * each;
+    for (; n >= 8; n -= 8) {
+        const uint64_t differ = load<uint64_t>(bytes + n - 8) ^ each * wanted;
+        // Zero if all bytes differ: the top bit of each byte that is equal.
+        const uint64_t equal = ~(((differ & low_bits) + low_bits) | differ | low_bits);
+        if (equal != 0) return bytes + n - 1 - std::countl_zero(equal) / 8;
+    }
+    while (n > 0)
+        if (bytes[--n] == wanted) return bytes + n;
+    return nullptr;
+#endif
+}
+
 // Maps `n` bytes to codes. Symbols without a code are written downwards from `escapes`, the last
 // one first. Returns the address of the first.
 inline uint8_t* map_codes(const uint8_t* plane, std::size_t n, const CodeMap& map, uint8_t* codes,
@@ -112,9 +139,9 @@ inline uint8_t* map_codes(const uint8_t* plane, std::size_t n, const CodeMap& ma
     map_units(plane, n, map, codes, isa);
     if (!map.has_escape) return escapes;
     const uint8_t* end = codes + n;
-    while (const void* at =
-               memrchr(codes, map.escape_code, static_cast<std::size_t>(end - codes))) {
-        end = static_cast<const uint8_t*>(at);
+    while (const uint8_t* at =
+               find_last(codes, static_cast<std::size_t>(end - codes), map.escape_code)) {
+        end = at;
         *--escapes = static_cast<uint8_t>(plane[end - codes] >> map.raw_bits);
     }
     return escapes;
@@ -206,6 +233,14 @@ inline uint8_t* encode_full_rounds(const uint8_t* codes, std::size_t n_rounds,
         return encode_rounds_avx512_any(codes, n_rounds, model, tables, states, words, ahead);
     if (isa >= Isa::kAvx2)
         return encode_rounds_avx2(codes, n_rounds, lanes_log, tables, states, words, ahead);
+#elif PACKHORSE_ARM
+    if (isa >= Isa::kNeon && lanes_log == kMaxLanesLog) {
+        if (tables.spread.found)
+            return encode_rounds_neon(codes, n_rounds, SpreadTablesNeon{tables.spread_bytes},
+                                      states, words, ahead);
+        return encode_rounds_neon(codes, n_rounds, VectorTablesNeon{tables.vectors}, states, words,
+                                  ahead);
+    }
 #endif
     (void)isa;
     (void)model;

@@ -5,33 +5,11 @@
 #include "common/dispatch.hpp"
 #include "rans/decode_portable.hpp"
 #include "rans/encode_portable.hpp"
+#include "rans/word_order.hpp"
 
 namespace packhorse {
 
 #if PACKHORSE_X86
-
-// For each of the 256 sets of lanes that keep their words: a byte shuffle that moves the words of
-// the other lanes to the top.
-struct alignas(64) EmitOrder {
-    uint8_t byte_at[256][16];
-};
-
-constexpr EmitOrder make_emit_order() {
-    EmitOrder order{};
-    for (uint32_t keeps = 0; keeps < 256; ++keeps) {
-        uint32_t place = 8;
-        for (uint32_t lane = 8; lane-- > 0;) {
-            if (keeps >> lane & 1) continue;
-            --place;
-            order.byte_at[keeps][2 * place] = static_cast<uint8_t>(2 * lane);
-            order.byte_at[keeps][2 * place + 1] = static_cast<uint8_t>(2 * lane + 1);
-        }
-        for (uint32_t i = 0; i < 2 * place; ++i) order.byte_at[keeps][i] = 0x80;
-    }
-    return order;
-}
-
-inline constexpr EmitOrder kEmitOrder = make_emit_order();
 
 // As LanesSse2, for eight lanes.
 struct alignas(64) EncodeLanesAvx2 {

@@ -345,6 +345,37 @@ inline void fill_bucket_halves(const AliasTables& tables, const BucketEntries& e
     }
 }
 
+// The tables of 32 buckets, with their numbers cut into bytes.
+struct alignas(64) BucketBytes {
+    uint8_t threshold[kNarrowBuckets];  // counted from the first slot of the bucket
+    uint8_t code[2 * kNarrowBuckets];   // of the first parts, then of the second
+    uint8_t bias_low[2 * kNarrowBuckets];
+    uint8_t bias_high[2 * kNarrowBuckets];
+    // By code. The frequencies are times 16.
+    uint8_t f16_low[kNarrowBuckets];
+    uint8_t f16_high[kNarrowBuckets];
+    uint8_t value[kNarrowBuckets];
+};
+
+inline void fill_bucket_bytes(const RansModel& model, const AliasTables& tables,
+                              const BucketEntries& entries, BucketBytes& bytes) {
+    for (uint32_t b = 0; b < kNarrowBuckets; ++b) {
+        bytes.threshold[b] =
+            static_cast<uint8_t>(tables.threshold[b] - b * (kProbSum / kNarrowBuckets));
+        const uint32_t parts[2] = {entries.first[b], entries.second[b]};
+        for (uint32_t h = 0; h < 2; ++h) {
+            const uint32_t at = b + h * kNarrowBuckets;
+            bytes.code[at] = h == 0 ? tables.first[b] : tables.second[b];
+            bytes.bias_low[at] = static_cast<uint8_t>(parts[h] >> kProbBits);
+            bytes.bias_high[at] = static_cast<uint8_t>(parts[h] >> (kProbBits + 8) & 0x0F);
+        }
+        const uint32_t entry = pack_entry(model, b, 0, 0);
+        bytes.f16_low[b] = static_cast<uint8_t>(entry << 4);
+        bytes.f16_high[b] = static_cast<uint8_t>(entry >> 4);
+        bytes.value[b] = static_cast<uint8_t>(entry >> 24);
+    }
+}
+
 inline void fill_decode_table(const RansModel& model, const AliasTables& tables, uint32_t* table) {
     for_each_run(model, tables, [&](uint32_t code, uint32_t first, uint32_t n, uint32_t rank) {
         std::fill_n(table + first, n, pack_entry(model, code, first, rank));

@@ -25,6 +25,7 @@ _Doubles = NDArray[np.float64]
 # the one that is used. `best` is for tests: what the machine is taken to have.
 def detect_isa() -> int: ...
 def choose_isa(best: int = -1) -> int: ...
+def has_isa(isa: int) -> bool: ...
 def fail_at_exit() -> None: ...
 
 class FileMapper:
@@ -81,7 +82,8 @@ class Base:
 
 class EncodeContext:
     """What the encoder of a tensor is told beside the tensor. Chunks of differences have no mode
-    after `last_mode`, and chunks of few differences at most `max_classes`, if it is not 0."""
+    after `last_mode`, and chunks of few differences at most `max_classes`, if it is not 0. Chunks
+    of whole units become matches if `matches` says so."""
 
     def __init__(
         self,
@@ -91,6 +93,7 @@ class EncodeContext:
         plain_nbytes: int,
         last_mode: int = 7,
         max_classes: int = 0,
+        matches: bool = False,
     ) -> None: ...
 
 class EncodeOutput:
@@ -120,6 +123,51 @@ class EncodedTensor:
         base: Base | None,
     ) -> None: ...
 
+class OpenFrame:
+    """A frame whose header was checked; it keeps the frame's bytes alive."""
+
+    @property
+    def has_zstd(self) -> bool: ...  # any chunk is of mode zstd
+    @property
+    def stands_alone(self) -> bool: ...  # no base, no side data, no chunk of Zstandard
+    @property
+    def dtype_code(self) -> int: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def geometry(self) -> Geometry: ...
+    @property
+    def nbytes(self) -> int: ...  # of the tensor
+    @property
+    def content_hash(self) -> bytes: ...
+    @property
+    def base_hash(self) -> bytes | None: ...
+    @property
+    def text(self) -> bytes: ...  # the header
+
+# The fault, its place, what was found, and what would fit; see `frame.header_faults.Found`.
+def open_frame(data: _Bytes, max_nbytes: int | None) -> OpenFrame | tuple[int, int, int, int]: ...
+
+# Frames that stand alone. Returns (status, frame, chunk) of the first fault.
+def unpack_frames(
+    frames: Sequence[OpenFrame], dsts: Sequence[_Bytes], check: bool, threads: int
+) -> tuple[int, int, int]: ...
+
+# Floats, at a level below max. Returns the length of each frame; 0 if the tensor needs a plan.
+def pack_frames(
+    srcs: Sequence[_Bytes],
+    codes: Sequence[int],
+    shapes: Sequence[Sequence[int]],
+    outs: Sequence[_Bytes],
+    level: int,
+    threads: int,
+) -> list[int]: ...
+def needs_no_plan(src: _Bytes, code: int, shape: Sequence[int], level: int) -> bool: ...
+def cut_tensor(unit_nbytes: int, split: int, nbytes: int, chunk_nbytes: int) -> Geometry: ...
+
+# (bits, bytes of a unit, a bit for each split) by the code of a dtype; zeros where there is none.
+def dtype_rows() -> list[tuple[int, int, int]]: ...
+def xxh3_128(src: _Bytes) -> bytes: ...
 def encode_chunks(
     src: _Bytes, geometry: Geometry, context: EncodeContext, output: EncodeOutput, threads: int
 ) -> int: ...
@@ -147,6 +195,7 @@ def check_table(
 def estimate_delta(
     src: _Bytes, geometry: Geometry, base: Base, plain_nbytes: int, level: int
 ) -> int: ...
+def estimate_matches(src: _Bytes, unit_nbytes: int, level: int) -> int: ...
 def estimate_planes(
     src: _Bytes, geometry: Geometry, level: int, n_samples: int
 ) -> tuple[list[tuple[int, int]], bool]: ...

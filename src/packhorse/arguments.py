@@ -6,7 +6,7 @@ import os
 
 from packhorse.layout import Level
 
-__all__ = ["resolve_level", "resolve_threads"]
+__all__ = ["n_cores", "resolve_level", "resolve_threads"]
 
 _MAX_DEFAULT_THREADS = 8
 # More threads do not help, and memory for all of them is allocated before any has started.
@@ -30,6 +30,13 @@ def resolve_level(level: Level | str | int) -> Level:
     raise ValueError(f"level is {level!r}; it must be one of {names}")
 
 
+def n_cores() -> int:
+    """The cores that this process may use, or all of the machine if the system does not say."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS or Windows
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def resolve_threads(threads: int | None) -> int:
     """The number of threads to use.
 
@@ -42,7 +49,7 @@ def resolve_threads(threads: int | None) -> int:
         TypeError: it is not an integer.
     """
     if threads is None:
-        return min(len(os.sched_getaffinity(0)), _MAX_DEFAULT_THREADS)
+        return min(n_cores(), _MAX_DEFAULT_THREADS)
     if not isinstance(threads, int) or isinstance(threads, bool):
         raise TypeError(f"threads must be an integer or None, not {type(threads).__name__}")
     if threads < 1:

@@ -61,6 +61,7 @@ __all__ = [
     "HEADER_CRC_OFFSET",
     "LAST_MODES",
     "LENGTH_NBYTES",
+    "MATCH_DESCRIPTORS_OFFSET",
     "MAX_BITS",
     "MAX_BOUNDED_BITS",
     "MAX_BOUNDED_LENGTH",
@@ -96,6 +97,7 @@ __all__ = [
     "RECORD_CRC_KEY",
     "RECORD_FREE_NBYTES",
     "RECORD_GROWTH",
+    "RUN_BYTE_MAX",
     "SPARSE_CLASS_NBYTES",
     "SPARSE_COUNT_BITS",
     "SPARSE_EVERY_SIZE",
@@ -116,6 +118,7 @@ __all__ = [
     "ClassSource",
     "DType",
     "EscapedField",
+    "HeaderFault",
     "Level",
     "Mode",
     "PaletteField",
@@ -131,7 +134,7 @@ __all__ = [
 
 # Section 2: the frame.
 FRAME_MAGIC = b"\x89PHF"  # not ASCII, so that readers notice a transfer that strips bit 7
-FRAME_VERSION = 2  # the newest one; a frame has the first one that has all of its modes
+FRAME_VERSION = 3  # the newest one; a frame has the first one that has all of its modes
 FRAME_ALIGNMENT = 64  # a cache line, and the width of the widest vector register
 # magic, version, dtype, n_dims, split, flags, level, chunk_log, header_nbytes, frame_nbytes, hash,
 # n_chunks, CRC, n_row_dims, reserved, side descriptor
@@ -207,6 +210,10 @@ MAX_SPARSE_SIZE_SHIFT = 58
 SPARSE_NO_SIZES = 254  # all steps have the size 1
 SPARSE_EVERY_SIZE = 255  # the size of every step is written
 
+# Section 6.8: matches.
+MATCH_DESCRIPTORS_OFFSET = 40
+RUN_BYTE_MAX = 255  # a byte of a run or a length that is not the last
+
 # Section 7: the content hash.
 CONTENT_LEAF_NBYTES = 1 << 18
 
@@ -261,12 +268,13 @@ class Mode(IntEnum):
     CLASSED_RANS = 5
     DELTA = 6
     SPARSE_DELTA = 7
+    MATCHES = 8
 
 
 # The modes in which plane 0 of a chunk holds differences from the base.
 BASE_MODES = (Mode.DELTA, Mode.SPARSE_DELTA)
 # The last mode of each version of the frame.
-LAST_MODES = {1: Mode.DELTA, 2: Mode.SPARSE_DELTA}
+LAST_MODES = {1: Mode.DELTA, 2: Mode.SPARSE_DELTA, 3: Mode.MATCHES}
 
 
 class ClassSource(IntEnum):
@@ -393,6 +401,44 @@ class Status(IntEnum):
     FINAL_STATE = 8
     ESCAPE_COUNT = 9
     EXTRA_BITS = 10
+
+
+class HeaderFault(IntEnum):
+    """What is wrong with a header, in the order of the checks (csrc/frame/header.hpp);
+    `frame.header_faults` has the words."""
+
+    NONE = 0
+    FIXED_PART = 1
+    MAGIC = 2
+    VERSION_ZERO = 3
+    VERSION = 4
+    FLAGS = 5
+    DTYPE = 6
+    SPLIT = 7
+    DIMS = 8
+    CHUNK_LOG = 9
+    HEADER_LENGTH = 10
+    CUT_OFF = 11
+    CHECKSUM = 12
+    OVERFLOW = 13
+    PARTIAL_BYTE = 14
+    CHUNKS = 15
+    LIMIT = 16
+    RESERVED = 17
+    BASE_DTYPE = 18
+    BASE_CAST = 19
+    BASE_SUM = 20
+    BASE_RESERVED = 21
+    HALF_SIDE = 22
+    SIDE_PLACE = 23
+    SIDE_LENGTH = 24
+    SIDE_STREAM = 25
+    PADDING = 26
+    UNKNOWN_MODE = 27
+    DESCRIPTOR = 28
+    FRAME_LENGTH = 29
+    FRAME_CUT_OFF = 30
+    TRAILING = 31
 
 
 class WeightFault(IntEnum):

@@ -53,7 +53,7 @@ def at_fork(
     with _lock:
         if handlers in _at_fork:
             return
-        if not _at_fork:
+        if not _at_fork and hasattr(os, "register_at_fork"):  # Windows does not fork
             os.register_at_fork(
                 before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child
             )

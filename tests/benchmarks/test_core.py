@@ -31,9 +31,7 @@ def weights(n: int) -> np.ndarray:
 @pytest.mark.parametrize("level", core.Level)
 def test_every_part_is_timed_on_every_code_path(program: Path, level: core.Level) -> None:
     array, found = weights(40_001), set()
-    for isa in core.Isa:
-        if isa > core.best_isa():
-            continue
+    for isa in core.available_isas():
         packed_nbytes, timings = core.measure(program, array, 2, 14, level, isa, 2)
         found.add(packed_nbytes)
         assert set(timings) == PARTS | ON_A_PLANE
@@ -72,6 +70,29 @@ def test_a_missing_compiler_is_named(
     monkeypatch.setattr(core, "find_compiler", lambda: None)
     assert core.main([]) == 1
     assert "install g++ or clang++" in capsys.readouterr().out
+
+
+def test_instructions_are_counted(
+    program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a program for this machine, as the emulator and its compiler may be missing."""
+    emulator = tmp_path / "emulator"
+    emulator.write_text('#!/bin/sh\nshift 2\n"$@"\nseq 0 8000 120000 >&2\n')
+    emulator.chmod(0o755)
+    monkeypatch.setattr(core, "EMULATOR", str(emulator))
+    found = core.count(
+        program, Path("none"), weights(8000), 2, 14, core.Level.FAST, core.Isa.PORTABLE
+    )
+    assert set(found) == PARTS | ON_A_PLANE
+    assert {found[name] for name in PARTS} == {1.0}
+
+
+def test_a_missing_emulator_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(core, "EMULATOR", "no-such-emulator")
+    assert core.main(["--count"]) == 1
+    assert "no-such-emulator is missing" in capsys.readouterr().out
 
 
 def test_plane_0_is_the_exponent() -> None:

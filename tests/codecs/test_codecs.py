@@ -76,7 +76,8 @@ def test_battery_around_a_chunk(dtype: str, size: str, level: str) -> None:
         ("F32", "weights", "max", {Mode.RANS}),
         ("F64", "constant", "default", {Mode.CONSTANT}),
         ("F16", "noise", "default", {Mode.STORED}),
-        ("I64", "sorted", "default", {Mode.ZSTD}),
+        ("I64", "sorted", "default", {Mode.MATCHES}),
+        ("BOOL", "ids", "default", {Mode.ZSTD}),
         ("F8_E4M3", "33 values", "default", {Mode.RANS}),
         ("U8", "noise", "default", {Mode.STORED}),
     ],
@@ -363,7 +364,7 @@ def test_the_code_path_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         assert choose_isa().name.lower() == isa
     monkeypatch.setenv(ISA_VARIABLE, "mmx")
     with pytest.raises(
-        ValueError, match=r"PACKHORSE_SIMD is 'mmx'.*portable, avx2, avx512, avx512_vbmi2"
+        ValueError, match=r"PACKHORSE_SIMD is 'mmx'.*portable, neon, avx2, avx512, avx512_vbmi2"
     ):
         choose_isa()
     with pytest.raises(ValueError, match="mmx"):

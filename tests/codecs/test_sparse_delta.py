@@ -463,19 +463,21 @@ def check_built(name: str, built: BuiltFrame) -> None:
     np.testing.assert_array_equal(values, new[indices], name)
 
 
-def test_frames_of_zstd_are_patched_and_compared() -> None:
-    old = np.tile(np.arange(5000, dtype="<i8"), 60)
+@pytest.mark.parametrize(("dtype", "mode"), [("U8", Mode.ZSTD), ("U64", Mode.MATCHES)])
+def test_frames_of_whole_units_are_patched_and_compared(dtype: str, mode: Mode) -> None:
+    kind = UNITS[dtype]
+    old = np.tile(np.random.default_rng(0).integers(0, 250, 5000).astype(kind), 60)
     new = old + 1
-    frame = compress_buffer(new, "I64", new.shape)
-    assert modes(frame) == {Mode.ZSTD}
+    frame = compress_buffer(new, dtype, new.shape)
+    assert modes(frame) == {mode}
     target = np.zeros_like(old)
     frame.patch_into(target)
     np.testing.assert_array_equal(target, new)
     new[7] = old[7]
-    frame = compress_buffer(new, "I64", new.shape)
+    frame = compress_buffer(new, dtype, new.shape)
     indices, values = frame.changes(old)
     np.testing.assert_array_equal(indices, np.flatnonzero(new != old))
-    np.testing.assert_array_equal(values.view("<i8"), new[indices])
+    np.testing.assert_array_equal(values, new[indices])
 
 
 @settings(max_examples=300, deadline=None)

@@ -90,7 +90,7 @@ def test_the_filter_waits_for_no_thread_of_python(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such a thread might release an object of h5py, for which it needs h5py's lock."""
-    data = np.tile(RNG.integers(0, 1 << 60, 1000), 1000)
+    data = np.tile(RNG.integers(0, 256, 8000).astype(np.uint8), 1000)
     monkeypatch.setattr("packhorse.threads.ThreadPoolExecutor", None)
     write(path, data, chunks=data.shape)
     with h5py.File(path) as file:

@@ -6,7 +6,7 @@ import pytest
 from cases import each
 from format_page import clauses
 from frame_builder import SMALL, Base, Raw, build_frame
-from lying_frames import DATA, LIES, deltas, set_at, sparse, streams
+from lying_frames import DATA, LIES, deltas, matches, set_at, sparse, streams
 
 from packhorse.errors import PackhorseError
 from packhorse.layout import Mode
@@ -35,7 +35,14 @@ def test_the_hand_made_zstd_frame_is_good() -> None:
 
 
 def test_the_frames_that_lies_are_made_of_are_good() -> None:
-    for build in (streams.rans, streams.lead, streams.prediction, deltas.delta, sparse.sparse):
+    for build in (
+        streams.rans,
+        streams.lead,
+        streams.prediction,
+        deltas.delta,
+        sparse.sparse,
+        matches.matched,
+    ):
         built = build()
         assert decode_frame(bytes(built), base=built.base).data == built.source
     whole = streams.raw_palette(lambda chunk, plane, stream: stream)
@@ -46,7 +53,7 @@ def test_the_frames_that_lies_are_made_of_are_good() -> None:
 # order in section 2.
 STEPS = {
     "magic": {"magic": b"\x89PHG"},
-    "version": {"version": 3},
+    "version": {"version": 4},
     "flags": {"flags": 5},
     "dtype": {"dtype_code": 99},
     "split": {"split": 1},

@@ -25,7 +25,7 @@ import ml_dtypes
 import numpy as np
 
 from packhorse import _core
-from packhorse.codecs.base import ISA_VARIABLE, Isa, choose_isa
+from packhorse.codecs.base import ISA_VARIABLE, available_isas
 from packhorse.frame import Frame, compress_buffer, max_frame_nbytes
 from packhorse.layout import (
     BASE_BLOCK_NBYTES,
@@ -75,7 +75,7 @@ def _available() -> tuple[str, ...]:
     """The code paths of this machine, or the one that the environment asks for."""
     if os.environ.get(ISA_VARIABLE):
         return (os.environ[ISA_VARIABLE],)
-    return tuple(isa.name.lower() for isa in Isa if isa <= choose_isa())
+    return tuple(isa.name.lower() for isa in available_isas())
 
 
 ISAS = _available()
@@ -199,6 +199,23 @@ def _bytes_of(n_values: int) -> Kind:
     return make
 
 
+def _ids(rng: np.random.Generator, n: int, unit_nbytes: int) -> np.ndarray:
+    """Phrases that come again and again, with other values between them, and a long run."""
+    most = min(1 << 15, 1 << 8 * unit_nbytes)
+    phrases = [rng.integers(0, most, rng.integers(2, 40)) for _ in range(60)]
+    parts, size = [np.full(min(n, 700), 3)], 700
+    while size < n:
+        parts += [phrases[rng.integers(60)], rng.integers(0, most, rng.integers(0, 4))]
+        size += parts[-2].size + parts[-1].size
+    return np.concatenate(parts)[:n].astype(_uint(unit_nbytes))
+
+
+def _steps(rng: np.random.Generator, n: int, unit_nbytes: int) -> np.ndarray:
+    """Numbers that rise by small steps, and fall now and then."""
+    steps = rng.integers(0, 9, n) - 3000 * (rng.random(n) < 0.001)
+    return (1 << 40 | np.cumsum(steps)).astype(np.uint64).astype(_uint(unit_nbytes))
+
+
 KINDS: dict[str, Kind] = {
     "weights": _noise,  # `make_data` knows what weights look like in each dtype
     "constant": _constant,
@@ -208,6 +225,8 @@ KINDS: dict[str, Kind] = {
     "few": _few,
     "alternating": _alternating,
     "outlier": _outlier,
+    "ids": _ids,
+    "steps": _steps,
     **{f"{n} values": _bytes_of(n) for n in (31, 32, 33, 100, 255, 256)},
 }
 
@@ -329,7 +348,8 @@ REAL = {
     "real rans of several planes": _real("U32", "100 values", "max", Mode.RANS),
     "real plain rans": _real("F8_E4M3", "100 values", "max", Mode.RANS),
     "real palette": _real("BF16", "weights", "fast", Mode.PALETTE),
-    "real zstd": _real("I64", "sorted", "default", Mode.ZSTD),
+    "real zstd": _real("BOOL", "ids", "default", Mode.ZSTD),
+    "real matches": _real("I64", "sorted", "default", Mode.MATCHES),
     "real stored": _real("F32", "noise", "default", Mode.STORED),
     "real constant": _real("F32", "constant", "default", Mode.CONSTANT),
     "real outlier": _real("F16", "outlier", "default", Mode.ZSTD),

@@ -80,6 +80,7 @@ _STYLES = {
     "classed_rans": ("▓", "=", "bright_green"),
     "palette": ("▒", "+", "yellow"),
     "zstd": ("░", "-", "magenta"),
+    "matches": ("░", "-", "bright_magenta"),
     "constant": ("▏", "|", "cyan"),
     "delta": ("▚", "%", "bright_cyan"),
     _SAVED: ("·", ".", "dim"),

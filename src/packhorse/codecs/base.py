@@ -2,8 +2,8 @@
 instruction sets.
 
 The core has no state. Every call of it uses the best instruction set of this machine, unless the
-environment variable `PACKHORSE_SIMD` names another one (`portable`, `avx2`, `avx512` or
-`avx512_vbmi2`), as tests and benchmarks do. All of them write the same bytes.
+environment variable `PACKHORSE_SIMD` names another one (`portable`, `neon`, `avx2`,
+`avx512` or `avx512_vbmi2`), as tests and benchmarks do. All of them write the same bytes.
 """
 
 import re
@@ -27,6 +27,7 @@ __all__ = [
     "Isa",
     "as_bytes",
     "as_writable_bytes",
+    "available_isas",
     "choose_isa",
     "decode_plane",
     "encode_plane",
@@ -39,12 +40,13 @@ _FIELD_NAME = re.compile(":[^:]*:")  # in a buffer's format, after the code of t
 
 
 class Isa(IntEnum):
-    """Instruction sets of the core, weakest first."""
+    """Instruction sets of the core, weakest first. A machine has those of one architecture."""
 
     PORTABLE = 0
-    AVX2 = 1
-    AVX512 = 2
-    AVX512_VBMI2 = 3
+    NEON = 1
+    AVX2 = 2
+    AVX512 = 3
+    AVX512_VBMI2 = 4
 
 
 _UINT8 = np.dtype(np.uint8)
@@ -58,6 +60,11 @@ def choose_isa() -> Isa:
         MissingBackendError: `PACKHORSE_SIMD` names an instruction set that this machine lacks.
     """
     return Isa(_core.choose_isa())
+
+
+def available_isas() -> list[Isa]:
+    """The instruction sets that this machine has, weakest first, whatever the environment says."""
+    return [isa for isa in Isa if _core.has_isa(isa)]
 
 
 def as_bytes(buffer: "Buffer | Any", what: str = "buffer") -> ByteArray:

@@ -1,13 +1,15 @@
-"""Chooses how to pack a tensor: its split, its chunk size, and planes or zstd. The core then
-chooses a mode for every plane of every chunk.
+"""Chooses how to pack a tensor: its split, its chunk size, and planes, matches or zstd. The core
+then chooses a mode for every plane of every chunk.
 
 A plan is made from samples: a few times 4096 units spread over the tensor for the planes, and a few
-pieces for zstd where repetition is likely. If a tensor seems to take far less than weights do, more
-of it is examined, because samples may have missed most of it. Planning costs well under a tenth of
-packing. A plan does not depend on the number of threads, and it says why it was chosen.
+pieces for matches and zstd where repetition is likely. If a tensor seems to take far less than
+weights do, more of it is examined, because samples may have missed most of it. Planning costs well
+under a tenth of packing. A plan does not depend on the number of threads, and it says why it was
+chosen.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 from packhorse import _core
@@ -29,11 +31,13 @@ __all__ = ["Plan", "choose_plan"]
 
 _SAMPLE_EVERY_NBYTES = 4 << 20  # one run of 4096 units for each 4 MiB
 _MAX_SAMPLES = 16
-_ZSTD_PIECE_NBYTES = 1 << 17
-_MAX_ZSTD_PIECES = 3
+_PIECE_NBYTES = 1 << 17
+_MAX_PIECES = 3
 _VERY_REPETITIVE = 1 / 8  # at this share or less, pieces are as long as chunks
 _MIN_SAVING = 1 / 256  # a tensor that saves less is stored as it is, at copy speed
-_ZSTD_MUST_SAVE = 0.02  # of the planes' size, because zstd is slower
+_WHOLE_MUST_SAVE = 0.04  # of the planes' size, because matches and zstd are slower
+_FEW = 1 / 64  # at this share or less, zstd is faster than matches, ...
+_MATCHES_MUST_SAVE = 1 / 16  # ... which must save this share of its size
 _REPETITIVE = 7 / 8  # a float's last plane that takes this share or less hints at repetition
 
 
@@ -49,6 +53,7 @@ class Plan(NamedTuple):
             coded plane by plane.
         side: the side data, which predict exponents from row and column; often there are none.
         plain_nbytes: bytes expected without the base; 0 if no base is used.
+        matches: whether chunks are coded by matches instead of plane by plane.
     """
 
     geometry: Geometry
@@ -58,6 +63,7 @@ class Plan(NamedTuple):
     planes: tuple[tuple[int, int], ...] = ()
     side: SideData = NO_SIDE_DATA
     plain_nbytes: int = 0
+    matches: bool = False
 
     @property
     def split(self) -> Split:
@@ -82,8 +88,9 @@ class Plan(NamedTuple):
         if self.plain_nbytes:
             share = self.estimated_nbytes / self.plain_nbytes
             return f"differences from the base take {share:.1%} of what the tensor would"
-        if self.zstd:
-            return f"repetitive: zstd takes {self.estimated_nbytes / self.nbytes:.1%} of a sample"
+        if self.zstd or self.matches:
+            coder = "zstd takes" if self.zstd else "matches take"
+            return f"repetitive: {coder} {self.estimated_nbytes / self.nbytes:.1%} of a sample"
         if not self.planes:
             return "incompressible in a sample: stored"
         bits = 8 / (self.nbytes // len(self.planes))  # a unit has one byte for each plane
@@ -103,7 +110,7 @@ def choose_plan(source: Source, level: Level, *, with_side: bool = True) -> Plan
         level: how hard to try.
         with_side: whether to try side data.
     """
-    data, dtype, _, geometry = source
+    data, dtype, shape, geometry = source
     nbytes, split = data.size, dtype.splits[-1]
     if level == Level.MAX:
         geometry = cut(dtype, split, nbytes, CLASSED_CHUNK_NBYTES)
@@ -112,11 +119,13 @@ def choose_plan(source: Source, level: Level, *, with_side: bool = True) -> Plan
     n_samples = min(_MAX_SAMPLES, 1 + nbytes // _SAMPLE_EVERY_NBYTES)
     estimates, is_odd = _core.estimate_planes(data, geometry, level, n_samples)
     planes_nbytes = sum([nbytes for _, nbytes in estimates])
+    if _core.needs_no_plan(data, dtype.code, shape, level):  # then the core does not ask for one
+        return Plan(geometry, level, False, planes_nbytes, tuple(estimates))
     if _may_repeat(dtype, estimates, is_odd, nbytes):
-        zstd_nbytes = _estimate_zstd(data, level)
-        if zstd_nbytes < planes_nbytes * (1 - _ZSTD_MUST_SAVE):
+        whole_nbytes, matches = _estimate_whole(source, level)
+        if whole_nbytes < planes_nbytes * (1 - _WHOLE_MUST_SAVE):
             geometry = cut(dtype, Split.WHOLE, nbytes, ZSTD_CHUNK_NBYTES)
-            return Plan(geometry, level, True, zstd_nbytes)
+            return Plan(geometry, level, not matches, whole_nbytes, matches=matches)
     if planes_nbytes > nbytes * (1 - _MIN_SAVING):
         whole = Geometry(dtype.unit_nbytes, Split.WHOLE, geometry.chunk_log, nbytes)
         return Plan(whole, level, False, nbytes)
@@ -130,8 +139,8 @@ def choose_plan(source: Source, level: Level, *, with_side: bool = True) -> Plan
 
 
 def _may_repeat(dtype: DType, estimates: list[tuple[int, int]], is_odd: bool, nbytes: int) -> bool:
-    """Whether a trial of zstd is worth its time. The last plane of real weights is noise. If it is
-    not, or if the samples missed much of the tensor, the data is not weights."""
+    """Whether trials of matches and zstd are worth their time. The last plane of real weights is
+    noise. If it is not, or if the samples missed much of the tensor, the data is not weights."""
     share = _REPETITIVE if dtype.unit_nbytes > 1 else _REPETITIVE / 2
     is_noise = Split.FLOAT in dtype.splits and estimates[-1][1] * dtype.unit_nbytes > nbytes * share
     if is_noise and not is_odd:
@@ -139,18 +148,40 @@ def _may_repeat(dtype: DType, estimates: list[tuple[int, int]], is_odd: bool, nb
     return any([mode != Mode.CONSTANT for mode, _ in estimates])
 
 
-def _estimate_zstd(data: ByteArray, level: Level) -> int:
-    nbytes = _zstd_nbytes(data, level, _ZSTD_PIECE_NBYTES)
-    if nbytes > data.size * _VERY_REPETITIVE:
-        return nbytes
-    return _zstd_nbytes(data, level, ZSTD_CHUNK_NBYTES)  # fast on such data, and matches are long
+def _estimate_whole(source: Source, level: Level) -> tuple[int, bool]:
+    """Estimates the bytes that whole units take, and whether matches are better than zstd."""
+    data, unit_nbytes = source.data, source.dtype.unit_nbytes
+
+    def match_nbytes(piece: ByteArray) -> int:
+        if unit_nbytes == 1:  # zstd matches bytes as well, and faster
+            return int(piece.size)
+        return _core.estimate_matches(piece, unit_nbytes, level)
+
+    def zstd_nbytes(piece: ByteArray) -> int:
+        return zstd.estimate_nbytes(piece, level)
+
+    by_zstd = _estimate_pieces(data, zstd_nbytes, _PIECE_NBYTES)
+    by_matches = _estimate_pieces(data, match_nbytes, _PIECE_NBYTES)
+    if min(by_zstd, by_matches) <= data.size * _FEW:  # both are fast there, and matches are long
+        by_zstd = _estimate_pieces(data, zstd_nbytes, ZSTD_CHUNK_NBYTES)
+        by_matches = _estimate_pieces(data, match_nbytes, ZSTD_CHUNK_NBYTES)
+        return min(by_zstd, by_matches), by_matches < by_zstd * (1 - _MATCHES_MUST_SAVE)
+    nbytes, estimate = by_zstd, zstd_nbytes
+    if by_matches < by_zstd:
+        nbytes, estimate = by_matches, match_nbytes
+    if nbytes <= data.size * _VERY_REPETITIVE:
+        nbytes = _estimate_pieces(data, estimate, ZSTD_CHUNK_NBYTES)
+    return nbytes, by_matches < by_zstd
 
 
-def _zstd_nbytes(data: ByteArray, level: Level, piece_nbytes: int) -> int:
-    n_pieces = min(_MAX_ZSTD_PIECES, math.ceil(data.size / piece_nbytes))
+def _estimate_pieces(
+    data: ByteArray, estimate: Callable[[ByteArray], int], piece_nbytes: int
+) -> int:
+    """Estimates the bytes of a tensor from those of a few pieces."""
+    n_pieces = min(_MAX_PIECES, math.ceil(data.size / piece_nbytes))
     last = max(0, data.size - piece_nbytes)
-    starts = [i * last // max(1, n_pieces - 1) for i in range(n_pieces)]
+    starts = [i * last // max(1, n_pieces - 1) // 8 * 8 for i in range(n_pieces)]  # whole units
     # Copies, because the library is not written for bytes that change while it reads them.
     pieces = [data[start : start + piece_nbytes].copy() for start in starts]
-    packed = sum(zstd.estimate_nbytes(piece, level) for piece in pieces)
+    packed = sum(estimate(piece) for piece in pieces)
     return int(packed * (data.size / sum(piece.size for piece in pieces)))

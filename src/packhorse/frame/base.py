@@ -174,11 +174,11 @@ def plan_delta(source: Source, level: Level, base: Base) -> Plan:
 
     nbytes = estimate()
     if nbytes >= plain.estimated_nbytes * _CLEARLY_LESS:  # side data might save as much
-        if not plain.zstd:
+        if plain.planes:
             plain = choose_plan(source, level)
             nbytes = estimate()
         if nbytes >= plain.estimated_nbytes * (1 - _MUST_SAVE):
             return plain
     if nbytes + _NAME_NBYTES >= plain.estimated_nbytes:
-        return plain if plain.zstd else choose_plan(source, level)
+        return choose_plan(source, level) if plain.planes else plain
     return Plan(geometry, level, False, nbytes, plain_nbytes=plain.estimated_nbytes)

@@ -77,7 +77,7 @@ def encode_payload(
         nbytes = encode_zstd(data, plan, dst, table, leaves, threads)
     else:
         context = _core.EncodeContext(
-            plan.level, plan.side.view(), base, plan.plain_nbytes, last_mode
+            plan.level, plan.side.view(), base, plan.plain_nbytes, last_mode, matches=plan.matches
         )
         output = _core.EncodeOutput(dst, table, leaves, base_leaves)
         nbytes = _core.encode_chunks(data, geometry, context, output, threads)

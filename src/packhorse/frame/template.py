@@ -93,7 +93,7 @@ class Template(NamedTuple):
         """The row of the table, and the payload, of a tensor that is coded plane by plane."""
         plan, memory = self.plan, np.empty(padded(data.size), np.uint8)
         table = np.empty((1, 1 + plan.geometry.n_planes), np.uint32)
-        context = _core.EncodeContext(plan.level, None, None, 0)
+        context = _core.EncodeContext(plan.level, None, None, 0, matches=plan.matches)
         output = _core.EncodeOutput(memory, table, leaves, None)
         nbytes = _core.encode_chunks(data, plan.geometry, context, output, 1)
         return table.tobytes(), memory[:nbytes].tobytes()

@@ -15,11 +15,25 @@ from packhorse import layout
 from packhorse.errors import BaseMismatchError, CorruptionError
 from packhorse.layout import Mode, Split
 from packhorse.reference.delta import base_units, decode_delta
-from packhorse.reference.header import BaseBlock, Chunk, Header, SideStream, Units, read_header
+from packhorse.reference.header import (
+    BaseBlock,
+    Chunk,
+    Header,
+    SideStream,
+    Units,
+    check_nested,
+    read_header,
+)
+from packhorse.reference.matches import Nested, decode_matches
 from packhorse.reference.rans import Place
 from packhorse.reference.sparse import decode_sparse_delta
 from packhorse.reference.streams import decode_stream
 from packhorse.reference.words import Reader, crc32c, equal, zero
+
+_NESTED_DTYPES = {
+    layout.DTYPE_BY_NAME[name].unit_nbytes: layout.DTYPE_BY_NAME[name]
+    for name in ("U8", "U16", "U32", "U64")
+}
 
 __all__ = ["DecodedTensor", "base_check", "content_hash", "content_sum", "decode_frame"]
 
@@ -175,6 +189,15 @@ def _decode_chunk(
         return decode_delta(streams[0], units.dtype, chunk_base(chunk))
     if chunk.streams[0][0] == Mode.SPARSE_DELTA:
         return decode_sparse_delta(streams[0], units.dtype, chunk_base(chunk))
+    if chunk.streams[0][0] == Mode.MATCHES:
+        size = units.dtype.unit_nbytes
+        return decode_matches(streams[0], chunk.n_units, size, _decode_nested)
+    return _decode_planes(streams, units, side, chunk)
+
+
+def _decode_planes(
+    streams: list[Reader], units: Units, side: _SideData | None, chunk: Chunk
+) -> bytes:
     plane_nbytes = chunk.n_units * units.item_nbytes
     predictions: Callable[[], list[int]] | None = None
     if side:
@@ -189,6 +212,17 @@ def _decode_chunk(
         carried += decoded.carried
     _restore_carrier(planes, carried, plane_nbytes, chunk)
     return _merge(planes, units)
+
+
+def _decode_nested(nested: Nested) -> bytes:
+    """Section 6.8: decodes a chunk inside of a stream, which has no CRC and no padding."""
+    size = nested.unit_nbytes
+    units = Units(_NESTED_DTYPES[size], Split.BYTES if size > 1 else Split.WHOLE, size, 1)
+    streams = list(nested.streams)
+    check_nested(streams, nested.n_units, nested.offset)
+    chunk = Chunk(nested.offset, len(nested.data), 0, 0, nested.n_units, streams)
+    placed = bytes(nested.offset) + nested.data  # offsets are those in the frame
+    return _decode_planes(_cut_streams(placed, chunk), units, None, chunk)
 
 
 def _cut_streams(data: bytes, chunk: Chunk) -> list[Reader]:

@@ -14,7 +14,7 @@ from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.layout import DType, Mode, Split
 from packhorse.reference.words import crc32c, equal, need, padded, within, zero
 
-__all__ = ["BaseBlock", "Chunk", "Header", "SideStream", "Units", "read_header"]
+__all__ = ["BaseBlock", "Chunk", "Header", "SideStream", "Units", "check_nested", "read_header"]
 
 _RANS_MODES = (Mode.RANS, Mode.CLASSED_RANS)
 _SIDE_MODES = (Mode.STORED, Mode.PALETTE, Mode.RANS)
@@ -249,9 +249,17 @@ def _allowed(mode: Mode, units: Units) -> bool:
     """The table of section 6, without the modes of differences."""
     if mode in (Mode.PALETTE, Mode.RANS):
         return units.item_nbytes == 1
-    if mode == Mode.ZSTD:
+    if mode in (Mode.ZSTD, Mode.MATCHES):
         return units.split == Split.WHOLE
     return mode != Mode.CLASSED_RANS or units.split != Split.WHOLE
+
+
+def check_nested(streams: list[tuple[Mode, int]], n: int, at: int) -> None:
+    """Checks the lengths of constant and stored streams of a nested chunk of section 6.8."""
+    for mode, nbytes in streams:
+        if mode == Mode.CONSTANT:
+            equal(nbytes, 1, "length of a constant stream of the nested chunk", at)
+    _check_stored(streams, n, at)
 
 
 def _check_stored(streams: list[tuple[Mode, int]], plane_nbytes: int, at: int) -> None:

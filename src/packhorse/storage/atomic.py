@@ -24,6 +24,7 @@ from pathlib import Path
 
 from packhorse.storage.output_file import OutputFile, naming_output
 from packhorse.storage.rename import exchange, rename_new
+from packhorse.storage.system import OPEN_FLAGS
 
 __all__ = [
     "atomic_file",
@@ -98,7 +99,9 @@ def atomic_file(
     temporary = temporary_beside(destination)
     try:
         with naming_output(destination):
-            descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, _mode(like))
+            descriptor = os.open(
+                temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN_FLAGS, _mode(like)
+            )
         try:
             output = OutputFile(descriptor, destination, will_sync=True)
             yield output

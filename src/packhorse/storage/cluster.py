@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from packhorse._version import __version__
+from packhorse.arguments import n_cores
 from packhorse.errors import MissingBackendError
 from packhorse.late_import import import_late
 
@@ -124,7 +125,7 @@ def reaching_scheduler() -> Iterator[None]:
 
 def _local_cluster(library: Any) -> Any:
     return library.LocalCluster(
-        n_workers=len(os.sched_getaffinity(0)),
+        n_workers=n_cores(),
         threads_per_worker=1,
         processes=True,
         dashboard_address="127.0.0.1:0",

@@ -1,13 +1,12 @@
 """The lock of a folder on this machine, which allows one writer at a time.
 
-The lock is the system's `flock`. It ends with the process that holds it, so a killed writer never
-blocks the next one.
+The lock is the system's `flock`, or its twin on Windows. It ends with the process that holds it, so
+a killed writer never blocks the next one.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import socket
@@ -18,6 +17,7 @@ from typing import Any
 
 from packhorse.errors import PackhorseError
 from packhorse.process import at_fork
+from packhorse.storage import system
 from packhorse.storage.strict_json import parse_json, shown
 
 __all__ = [
@@ -98,11 +98,11 @@ class FolderLock:
             BlockingIOError: another writer holds the lock; the message names it.
         """
         at_fork(in_child=_close_held)
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | system.OPEN_FLAGS, 0o666)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            system.lock(descriptor)
         except BlockingIOError:
-            holder = parse_holder(os.pread(descriptor, MAX_HOLDER_NBYTES, 0))
+            holder = parse_holder(system.read_at(descriptor, MAX_HOLDER_NBYTES, 0))
             os.close(descriptor)
             raise refusal(
                 f"{self._what} is being written by {words_for(holder, self._kind)}; one writer at "
@@ -117,7 +117,7 @@ class FolderLock:
         self.was_left = os.fstat(descriptor).st_size > 0
         with suppress(OSError):  # the disk may be full, but the lock is held
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(describe_self()).encode(), 0)
+            system.write_at(descriptor, json.dumps(describe_self()).encode(), 0)
 
     def check(self) -> None:
         """Make sure that the lock file still exists. If someone has removed it, the lock is void.
@@ -145,7 +145,7 @@ class FolderLock:
         _held.discard(descriptor)
         with suppress(OSError):
             os.ftruncate(descriptor, 0)
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        system.unlock(descriptor)
         os.close(descriptor)
 
 

@@ -29,6 +29,7 @@ from packhorse.storage.atomic import (
 from packhorse.storage.interface import Object, Stamp, Storage, check_region
 from packhorse.storage.opening import LOST, naming
 from packhorse.storage.output_file import OutputFile
+from packhorse.storage.system import NO_WAIT, OPEN_FLAGS
 
 if TYPE_CHECKING:
     pass
@@ -108,7 +109,7 @@ class LocalStorage:
         target.parent.mkdir(exist_ok=True)
         temporary = temporary_beside(target)
         try:
-            descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+            descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN_FLAGS, 0o666)
             try:
                 OutputFile(descriptor, target).write(data)
             finally:
@@ -196,7 +197,7 @@ def _make_folder(folder: Path) -> None:
 def _opened(path: str) -> Iterator[int]:
     """A descriptor of a regular file. Anything else is refused: opening a pipe can wait forever."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDONLY | OPEN_FLAGS | NO_WAIT)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ELOOP) and os.path.islink(path):
             raise CorruptionError(f"{path}: a link that leads nowhere") from error

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 
+from packhorse.storage.system import NO_WAIT, OPEN_FLAGS
+
 __all__ = ["LOST", "kind_of", "naming", "open_regular"]
 
 # The message for a mapped file when `_core.FileMapper.has_lost` is true.
@@ -40,7 +42,7 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
 
 def _open(path: str, flags: int) -> int:
     _refuse(path, os.stat(path))
-    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    descriptor = os.open(path, flags | OPEN_FLAGS | NO_WAIT)
     try:
         _refuse(path, os.fstat(descriptor))
     except BaseException:

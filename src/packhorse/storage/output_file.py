@@ -28,6 +28,7 @@ import numpy as np
 
 from packhorse.codecs.base import ByteArray
 from packhorse.late_import import import_late
+from packhorse.storage.system import write_at
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -136,7 +137,7 @@ class OutputFile:
             if hasattr(os, "pwritev"):
                 done = os.pwritev(self._descriptor, views, offset)
             else:
-                done = os.pwrite(self._descriptor, views[0], offset)
+                done = write_at(self._descriptor, views[0], offset)
             offset += done
             while views and done >= views[0].nbytes:
                 done -= views.pop(0).nbytes

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+from packhorse.storage.system import rename_to_free_name
+
 __all__ = ["exchange", "rename_new"]
 
 _HERE = -100  # AT_FDCWD: paths are relative to the working folder
@@ -33,6 +35,8 @@ def rename_new(source: Path, destination: Path) -> None:
         OSError: the file cannot be renamed.
     """
     if _renameat2(source, destination, _NOREPLACE):
+        return
+    if rename_to_free_name(source, destination):
         return
     try:
         os.link(source, destination, follow_symlinks=False)
@@ -78,7 +82,7 @@ def _renameat2(source: Path, destination: Path, flags: int) -> bool:
 def _system_call() -> Callable[[int, bytes, int, bytes, int], int] | None:
     try:
         call = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError):
+    except (AttributeError, OSError, TypeError):  # Windows takes no None
         return None
     place = ctypes.c_int, ctypes.c_char_p
     call.argtypes = (*place, *place, ctypes.c_uint)

@@ -8,6 +8,7 @@ at the same time.
 
 from __future__ import annotations
 
+import os
 import posixpath
 import threading
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ __all__ = ["make_folder", "uploading"]
 
 # Protocols of object stores without folders: creating one would create a bucket.
 _WITHOUT_FOLDERS = frozenset(("s3", "s3a", "gs", "gcs"))
+_DESCRIPTORS = "/proc/self/fd"  # Linux has it
 _PART_NBYTES = 1 << 23
 _N_PARTS = 8
 _MAX_PARTS = 9000  # S3 allows 10,000
@@ -44,7 +46,7 @@ def uploading(
         OSError: the temporary file cannot be written, or the server refuses the object.
     """
     tempfile: Any = import_late("tempfile")
-    with tempfile.TemporaryFile() as file:  # without a name: a killed process leaves nothing
+    with _temporary_file(tempfile) as (file, path_of_file):
         # Only errors of the system show this name, such as those of a full disk.
         folder = tempfile.gettempdir()
         told = f"{folder} (a temporary file for {label}; TMPDIR says where such files go)"
@@ -53,7 +55,20 @@ def uploading(
             check()
         make_folder(client, posixpath.dirname(path), label)
         with reaching(label):
-            _put(client.fs, f"/proc/self/fd/{file.fileno()}", path)
+            _put(client.fs, path_of_file, path)
+
+
+@contextmanager
+def _temporary_file(tempfile: Any) -> Iterator[tuple[Any, str]]:
+    """A new file, and a path by which it can be read."""
+    if os.path.isdir(_DESCRIPTORS):
+        with tempfile.TemporaryFile() as file:  # without a name: a killed process leaves nothing
+            yield file, f"{_DESCRIPTORS}/{file.fileno()}"
+        return
+    with tempfile.TemporaryDirectory() as folder:  # Windows opens no temporary file again
+        name = os.path.join(folder, "object")
+        with open(name, "w+b") as file:
+            yield file, name
 
 
 def make_folder(client: Client, folder: str, label: str) -> None:

@@ -19,7 +19,13 @@ from frame_builder.codings import (
     Zstd,
 )
 from frame_builder.deltas import Base, Delta, DeltaEqual, narrowed
-from frame_builder.draws import draw_delta, draw_delta_frame, draw_sparse, odd_floats
+from frame_builder.draws import (
+    draw_delta,
+    draw_delta_frame,
+    draw_matches_frame,
+    draw_sparse,
+    odd_floats,
+)
 from frame_builder.files import build_file, hexdump, original_file, record_crc
 from frame_builder.frames import (
     SIDE,
@@ -30,6 +36,7 @@ from frame_builder.frames import (
     content_hash,
     crc32c,
 )
+from frame_builder.matches import Match, Matches
 from frame_builder.planes import split_planes
 from frame_builder.samples import DELTAS, SMALL, side_of, units_of_values
 from frame_builder.sparse import Sparse
@@ -47,6 +54,8 @@ __all__ = [
     "Delta",
     "DeltaEqual",
     "Edit",
+    "Match",
+    "Matches",
     "Palette",
     "Rans",
     "Raw",
@@ -60,6 +69,7 @@ __all__ = [
     "crc32c",
     "draw_delta",
     "draw_delta_frame",
+    "draw_matches_frame",
     "draw_sparse",
     "hexdump",
     "narrowed",

@@ -1,16 +1,24 @@
-"""Random frames with a base: some that the encoder could make, and many that it never would."""
+"""Random frames with a base, or of mode matches: some that the encoder could make, and many that it
+never would."""
 
 import random
 import struct
 
-from frame_builder.codings import Coding, Palette, Rans, Stored
+from frame_builder.codings import Classed, Coding, Palette, Rans, Stored
 from frame_builder.deltas import Base, Delta, DeltaEqual
 from frame_builder.frames import BuiltFrame, build_frame
+from frame_builder.matches import Matches
 from frame_builder.samples import units_of_values
 from frame_builder.sparse import Sparse
-from packhorse.layout import DTYPES, DType
+from packhorse.layout import DTYPES, DType, Mode
 
-__all__ = ["draw_delta", "draw_delta_frame", "draw_sparse", "odd_floats"]
+__all__ = [
+    "draw_delta",
+    "draw_delta_frame",
+    "draw_matches_frame",
+    "draw_sparse",
+    "odd_floats",
+]
 
 N_CODES = (1, 2, 31, 32, 33, 62, 63, 64)
 N_UNITS = (0, 1, 2, 30, 63, 64, 65, 100, 128, 200)
@@ -118,4 +126,35 @@ def draw_delta_frame(rng: random.Random) -> BuiltFrame:
         _draw_codings(rng, row, split, data[i : i + step] == units[i : i + step]) for i in chunks
     ]
     how = {"split": split, "chunk_log": chunk_log, "base": base}
+    return build_frame(data, row.name, codings=lambda chunk: codings[chunk], **how)
+
+
+def draw_matches(rng: random.Random, size: int, n: int) -> tuple[bytes, Matches]:
+    """Any legal chunk of `n` units of `size` bytes, and how it is coded."""
+    number_nbytes = rng.choice([k for k in (1, 2, 4, 8) if k <= size])
+    modulus, differences = 1 << 8 * size, rng.random() < 0.3
+    base, before = rng.getrandbits(8 * size), rng.getrandbits(8 * size) if differences else 0
+    values = [rng.getrandbits(8 * number_nbytes) for _ in range(rng.choice((1, 4, 60)))]
+    units, unit = b"", before
+    for _ in range(n):
+        unit = (rng.choice(values) + base + differences * unit) % modulus
+        units += unit.to_bytes(size, "little")
+    bytewise = (Stored(), Rans(lanes_log=2), Rans(lanes_log=3), Palette(), Palette(2, raw_bits=3))
+    codings = [[rng.choice(bytewise) for _ in range(planes)] for planes in (number_nbytes, 4, 1, 1)]
+    if number_nbytes > 1 and codings[0][0].mode != Mode.STORED:
+        codings[0][1] = Classed(thresholds=(40, 150), raw_bits=4)
+    matches = rng.choice((None, None, ()))
+    return units, Matches(number_nbytes, differences, base, before, matches, codings)
+
+
+def draw_matches_frame(rng: random.Random) -> BuiltFrame:
+    """A frame of whole units, some chunks of which have mode matches."""
+    row = rng.choice([row for row in DTYPES if row.bits == 8 * row.unit_nbytes])
+    chunk_log = rng.choice((6, 6, 7, 9))
+    data, codings = b"", []
+    for n in [1 << chunk_log] * rng.choice((0, 0, 1, 2)) + [rng.randint(1, 1 << chunk_log)]:
+        units, coding = draw_matches(rng, row.unit_nbytes, n)
+        data += units
+        codings.append([coding if rng.random() < 0.9 else Stored()])
+    how = {"split": 0, "chunk_log": chunk_log}
     return build_frame(data, row.name, codings=lambda chunk: codings[chunk], **how)

@@ -16,12 +16,15 @@ __all__ = [
     "BuiltFrame",
     "Edit",
     "Side",
+    "build_chunk",
     "build_frame",
     "content_hash",
     "crc32c",
+    "descriptor",
 ]
 
 SIDE = -1  # what an edit gets for chunk and plane with the stream of the side data
+VERSIONS = {Mode.SPARSE_DELTA: 2, Mode.MATCHES: 3}  # of the modes that came later
 FIELDS = {
     "magic": (0, "4s"),
     "version": (4, "B"),
@@ -133,7 +136,7 @@ class Side:
         return [(row + column) % 256 for row in self.rows for column in self.columns]
 
 
-def _build_chunk(
+def build_chunk(
     planes: list[bytes], codings: Sequence[Coding], around: Around, carry: bool
 ) -> list[bytes]:
     """The streams of one chunk, in plane order."""
@@ -233,10 +236,10 @@ def build_frame(
             base=base_units[start : start + len(units)],
         )
         chosen = codings(c) if callable(codings) else codings
-        streams = _build_chunk(split_planes(units, row, split), chosen, around, carry)
+        streams = build_chunk(split_planes(units, row, split), chosen, around, carry)
         edited = [edit(c, p, stream) for p, stream in enumerate(streams)]
         payload.add(edited, chosen, n_planes)
-        version = max(version, 2 if chosen[0].mode == Mode.SPARSE_DELTA else 1)
+        version = max(version, VERSIONS.get(chosen[0].mode, 1))
     built = _assemble(data, shape, payload, 4 + 4 * n_planes, side, base, edit)
     return built.lie(
         seal=False,

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from frame_builder.codings import Classed, Coding, Constant, Palette, Rans, Stored, Zstd
 from frame_builder.deltas import Base, Delta, DeltaEqual
 from frame_builder.frames import BuiltFrame, Side, build_frame
+from frame_builder.matches import Matches
 from frame_builder.sparse import Sparse
 from packhorse.layout import DTYPE_BY_NAME, ClassSource
 
@@ -35,6 +36,10 @@ def side_of(
 _SAMPLE = units_of_values(30, 2, 9)
 
 
+_IDS = struct.pack("<40q", *[7, 900, 31, 900, 31, 900, 31, 7, -100, 12] * 4)
+_SORTED = struct.pack("<40I", *[10_000_000 + 3 * i + i % 7 // 6 for i in range(40)])
+
+
 def _bf16(*codings: Coding, **more: object) -> Callable[..., BuiltFrame]:
     split = 2 if len(codings) == 2 else 0
     given = {"codings": codings, "split": split, **more}
@@ -56,6 +61,15 @@ SMALL: dict[str, Callable[..., BuiltFrame]] = {
         _SAMPLE[:20], codings=[Rans(mapped=tuple(range(80)), escape_frequency=2000)], **kw
     ),
     "zstd": lambda **kw: build_frame(_SAMPLE, "I16", codings=[Zstd()], **kw),
+    "matches": lambda **kw: build_frame(
+        _IDS,
+        "I64",
+        codings=[Matches(2, base=(1 << 64) - 100, codings=[(Rans(), Palette(3))])],
+        **kw,
+    ),
+    "matches-differences": lambda **kw: build_frame(
+        _SORTED, "U32", codings=[Matches(1, True, base=2, before=9_999_998)], **kw
+    ),
     "lead": _bf16(Palette(2), Classed(thresholds=(40, 150), raw_bits=4)),
     "prediction": _bf16(
         Classed(source=ClassSource.PREDICTION, raw_bits=5),

@@ -5,7 +5,17 @@ lie. The rows are for every decoder; the fragment is part of the slow decoder's 
 must be decoded with its base, `Lie.base()`; most frames have none.
 """
 
-from lying_frames import deltas, headers, sparse, streams
+from lying_frames import deltas, headers, matches, sparse, streams
 from lying_frames.lie import DATA, LIES, Lie, set_at
 
-__all__ = ["DATA", "LIES", "Lie", "deltas", "headers", "set_at", "sparse", "streams"]
+__all__ = [
+    "DATA",
+    "LIES",
+    "Lie",
+    "deltas",
+    "headers",
+    "matches",
+    "set_at",
+    "sparse",
+    "streams",
+]

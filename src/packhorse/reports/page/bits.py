@@ -58,6 +58,7 @@ MODE_COLORS = {
     "classed_rans": "blue",
     "palette": "ochre",
     "zstd": "purple",
+    "matches": "brown",
     "delta": "rose",
 }
 _MODE_WORDS = {
@@ -67,6 +68,7 @@ _MODE_WORDS = {
     "classed_rans": "rANS with contexts",
     "palette": "palette",
     "zstd": "zstd",
+    "matches": "repeated numbers",
     "delta": "difference",
 }
 

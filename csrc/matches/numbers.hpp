@@ -1,0 +1,151 @@
+// Units become numbers and numbers become units again (docs/format.md, section 6.8). All arithmetic
+// is modulo two to the bits of a unit.
+#pragma once
+
+#include <limits>
+#include <type_traits>
+
+#include "common/dispatch.hpp"
+#include "matches/stream.hpp"
+#include "planes/histogram.hpp"
+
+namespace packhorse {
+
+// Calls `work` with an unsigned integer of `nbytes` bytes.
+template <class Work>
+inline auto with_integer(uint32_t nbytes, const Work& work) {
+    switch (nbytes) {
+        case 1:
+            return work(uint8_t{});
+        case 2:
+            return work(uint16_t{});
+        case 4:
+            return work(uint32_t{});
+        default:
+            return work(uint64_t{});
+    }
+}
+
+// The least and the greatest value of some units or of their differences, which are read as signed
+// numbers.
+template <class Unit>
+struct Range {
+    std::make_signed_t<Unit> least;
+    std::make_signed_t<Unit> most;
+
+    // Bytes of the numbers that remain once the least value is taken from each.
+    uint32_t number_nbytes() const {
+        const auto width = static_cast<Unit>(static_cast<Unit>(most) - static_cast<Unit>(least));
+        if (width <= 0xFF) return 1;
+        if (width <= 0xFFFF) return 2;
+        return uint64_t{width} <= 0xFFFFFFFF ? 4 : 8;
+    }
+};
+
+template <class Unit, bool kDifferences>
+PACKHORSE_INLINE Range<Unit> range_of(const Unit* units, std::size_t n) {
+    using Signed = std::make_signed_t<Unit>;
+    Signed least = std::numeric_limits<Signed>::max(), most = std::numeric_limits<Signed>::min();
+    for (std::size_t i = kDifferences ? 1 : 0; i < n; ++i) {
+        const Unit unit = kDifferences ? static_cast<Unit>(units[i] - units[i - 1]) : units[i];
+        const auto value = static_cast<Signed>(unit);
+        least = value < least ? value : least;
+        most = value > most ? value : most;
+    }
+    return {least, most};
+}
+
+template <class Unit, bool kDifferences>
+inline Range<Unit> find_range(const Unit* units, std::size_t n, Isa isa) {
+    Range<Unit> found{};
+    Range<Unit>* const out = &found;
+    vectorised_wide(isa,
+                    [=]() PACKHORSE_VECTORISED { *out = range_of<Unit, kDifferences>(units, n); });
+    return found;
+}
+
+constexpr std::size_t kNumberSampleRun = 1024;
+constexpr std::size_t kMaxNumberSampleRuns = 8;
+
+// Estimates what numbers cost without matches, in 2^-16 bits each: the entropy of their bytes in a
+// sample.
+template <class Unit, bool kDifferences>
+inline uint64_t number_cost(const Unit* units, std::size_t n, const Range<Unit>& range) {
+    Histogram bytes[sizeof(Unit)] = {};
+    const std::size_t run = std::min(n, kNumberSampleRun);
+    const std::size_t n_runs = std::min(kMaxNumberSampleRuns, n / run);
+    const uint32_t nbytes = range.number_nbytes();
+    for (std::size_t r = 0; r < n_runs; ++r) {
+        const std::size_t first = r * (n / n_runs);
+        for (std::size_t i = first + (kDifferences ? 1 : 0); i < first + run; ++i) {
+            const Unit before = kDifferences ? units[i - 1] : Unit{0};
+            const auto number =
+                static_cast<Unit>(units[i] - before - static_cast<Unit>(range.least));
+            for (uint32_t b = 0; b < nbytes; ++b)
+                ++bytes[b].counts[uint64_t{number} >> (8 * b) & 0xFF];
+        }
+    }
+    const auto total = static_cast<uint32_t>(n_runs * (run - (kDifferences ? 1 : 0)));
+    uint64_t cost = 0;
+    for (uint32_t b = 0; b < nbytes && total > 0; ++b) {
+        bytes[b].total = total;
+        cost += entropy_cost(bytes[b]);
+    }
+    return cost / std::max(total, 1u);
+}
+
+// Chooses how `n` >= 1 units become numbers. Differences hide what repeats, so they must save an
+// eighth. `cost` becomes that of a number, in 2^-16 bits.
+template <class Unit>
+inline NumberRule choose_numbers(const Unit* units, std::size_t n, uint64_t& cost, Isa isa) {
+    const Range<Unit> plain = find_range<Unit, false>(units, n, isa);
+    cost = number_cost<Unit, false>(units, n, plain);
+    NumberRule rule{plain.number_nbytes(), false, static_cast<Unit>(plain.least), 0};
+    if (n < 3) return rule;
+    const Range<Unit> steps = find_range<Unit, true>(units, n, isa);
+    const uint64_t step_cost = number_cost<Unit, true>(units, n, steps);
+    if (step_cost >= cost - cost / 8) return rule;
+    cost = step_cost;
+    rule = {steps.number_nbytes(), true, static_cast<Unit>(steps.least), 0};
+    rule.before = static_cast<Unit>(units[0] - static_cast<Unit>(steps.least));
+    return rule;
+}
+
+template <class Unit, class Number>
+inline void make_numbers(const Unit* units, std::size_t n, const NumberRule& rule, Number* numbers,
+                         Isa isa) {
+    const auto base = static_cast<Unit>(rule.base);
+    if (!rule.differences) {
+        vectorised_wide(isa, [=]() PACKHORSE_VECTORISED {
+            for (std::size_t i = 0; i < n; ++i)
+                numbers[i] = static_cast<Number>(static_cast<Unit>(units[i] - base));
+        });
+        return;
+    }
+    numbers[0] = static_cast<Number>(units[0] - static_cast<Unit>(rule.before) - base);
+    vectorised_wide(isa, [=]() PACKHORSE_VECTORISED {
+        for (std::size_t i = 1; i < n; ++i)
+            numbers[i] = static_cast<Number>(static_cast<Unit>(units[i] - units[i - 1] - base));
+    });
+}
+
+// The inverse. `dst` need not be aligned.
+template <class Unit, class Number>
+inline void restore_units(const Number* numbers, std::size_t n, const NumberRule& rule,
+                          uint8_t* dst, Isa isa) {
+    const auto base = static_cast<Unit>(rule.base);
+    if (!rule.differences) {
+        vectorised_wide(isa, [=]() PACKHORSE_VECTORISED {
+            for (std::size_t i = 0; i < n; ++i)
+                store(dst + i * sizeof(Unit), static_cast<Unit>(numbers[i] + base));
+        });
+        return;
+    }
+    auto unit = static_cast<Unit>(rule.before);
+    for (std::size_t i = 0; i < n; ++i) {
+        unit = static_cast<Unit>(unit + numbers[i] + base);
+        store(dst + i * sizeof(Unit), unit);
+    }
+}
+
+}  // namespace packhorse

@@ -1,0 +1,120 @@
+"""Mode matches: every width of units and numbers, every level and code path, and when it is
+chosen."""
+
+import random
+from itertools import product
+
+import numpy as np
+import pytest
+from codec_battery import ISAS, check_tensor, forced, guarded, guarded_output, make_data
+from frame_builder import SMALL, draw_matches_frame
+
+from packhorse import _core
+from packhorse.codecs.plan import Plan
+from packhorse.codecs.source import cut
+from packhorse.frame import Frame, compress_buffer, plan_buffer
+from packhorse.gpu.plans import why_unsupported
+from packhorse.layout import DTYPE_BY_NAME, Level, Mode, Split
+from packhorse.reference import decode_frame
+
+DTYPES = ("BOOL", "U16", "I32", "F32", "I64")
+KINDS = ("ids", "steps", "constant", "noise", "alternating", "sorted", "few", "outlier")
+SIZES = (1, 2, 3, 7, 63, 64, 300, 5001)
+
+
+def matched(data: bytes, dtype: str, level: Level) -> Frame:
+    """A frame of mode matches, whether it pays or not."""
+    row = DTYPE_BY_NAME[dtype]
+    plan = Plan(cut(row, Split.WHOLE, len(data), 1 << 21), level, False, len(data), matches=True)
+    shape = (len(data) * 8 // row.bits,)
+    return compress_buffer(data, dtype, shape, level=level, like=plan)
+
+
+def check(data: bytes, dtype: str, level: Level) -> Frame:
+    """Every path writes the same bytes, and reads them, whole and in part."""
+    frames = []
+    for isa in ISAS:
+        with forced(isa):
+            frames.append(matched(data, dtype, level))
+    packed = frames[0].to_bytes()
+    assert all(frame.to_bytes() == packed for frame in frames)
+    for isa in ISAS:
+        with forced(isa):
+            frame = Frame.from_buffer(guarded(packed))
+            target = guarded_output(len(data))
+            frame.decompress_into(target, threads=2)
+            assert bytes(target) == data
+            first, stop = len(data) // 3, len(data) - len(data) // 5
+            part = guarded_output(stop - first)
+            frame.decompress_into(part, start=first, stop=stop)
+            assert bytes(part) == data[first:stop]
+    return frame
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [*product(DTYPES, KINDS)])
+def test_units_of_any_width_come_back(dtype: str, kind: str) -> None:
+    for n, level in zip(SIZES, [*Level] * len(SIZES), strict=False):
+        data = make_data(kind, dtype, n)
+        frame = check(data, dtype, level)
+        assert decode_frame(frame.to_bytes()).data == data
+
+
+@pytest.mark.parametrize("level", Level)
+def test_large_chunks_come_back(level: Level) -> None:
+    for dtype, n in (("I64", 300_001), ("U16", 1_100_001), ("BOOL", 2_100_001)):
+        check(make_data("ids", dtype, n), dtype, level)
+
+
+def test_frames_that_no_encoder_writes_decode() -> None:
+    for seed in range(150):
+        built = draw_matches_frame(random.Random(seed))
+        assert decode_frame(bytes(built)).data == built.source, seed
+        for isa in ISAS:
+            with forced(isa):
+                frame, target = Frame.from_buffer(bytes(built)), bytearray(len(built.source))
+                frame.decompress_into(target, threads=1)
+            assert target == built.source, seed
+
+
+def test_long_runs_and_lengths_take_several_bytes() -> None:
+    rng = np.random.default_rng(5)
+    new = rng.integers(0, 1 << 16, 70_000).astype("<u2")
+    units = np.concatenate([new, new[:66_000], new[:255], new[:256], new[:257], new])
+    for level in Level:
+        frame = check(units.tobytes(), "U16", level)
+        assert frame.nbytes < 0.55 * units.nbytes
+
+
+@pytest.mark.parametrize(("kind", "dtype", "most"), [
+    ("ids", "I64", 0.09), ("ids", "U16", 0.3), ("steps", "I64", 0.07), ("steps", "I32", 0.14)
+])  # fmt: skip
+def test_what_repeats_or_rises_is_packed_by_matches(kind: str, dtype: str, most: float) -> None:
+    data = make_data(kind, dtype, 200_000)
+    frame = check_tensor(data, dtype)
+    assert set(frame.planes()[0].modes) == {Mode.MATCHES}
+    assert frame.nbytes < most * len(data)
+    shape = (len(data) // DTYPE_BY_NAME[dtype].unit_nbytes,)
+    assert "matches take" in plan_buffer(data, dtype, shape).reason
+
+
+def test_kernels_leave_matches_to_the_host() -> None:
+    frame = Frame.from_buffer(bytes(SMALL["matches"]()))
+    table = np.array([[0, Mode.MATCHES << 24 | 90]], np.uint32)
+    assert "8 bytes that are not split" in (why_unsupported(table, frame._header.geometry) or "")
+    data = make_data("ids", "BOOL", 5000)
+    frame = matched(data, "BOOL", Level.DEFAULT)
+    reason = why_unsupported(frame._header.table, frame._header.geometry)
+    assert reason == "a plane of mode matches"
+
+
+def test_the_core_refuses_matches_of_split_units_or_beside_a_base() -> None:
+    geometry = _core.Geometry(2, 1, 10, 2000)
+    source, table = np.zeros(2000, np.uint8), np.empty((1, 3), np.uint32)
+    output = _core.EncodeOutput(np.empty(2048, np.uint8), table, np.empty(256, np.uint8), None)
+    context = _core.EncodeContext(2, None, None, 0, matches=True)
+    with pytest.raises(ValueError, match="matches need whole units and no base"):
+        _core.encode_chunks(source, geometry, context, output, 1)
+    with pytest.raises(ValueError, match="unit_nbytes must be 1, 2, 4 or 8"):
+        _core.estimate_matches(source, 3, 2)
+    with pytest.raises(ValueError, match="at most a chunk of aligned units"):
+        _core.estimate_matches(source[:1999], 2, 2)
