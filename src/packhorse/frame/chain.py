@@ -34,8 +34,15 @@ class ChainFault(NamedTuple):
 
 
 def can_decode_chain(frames: Sequence[Frame]) -> bool:
-    """Whether `decode_chain` can decode these frames: each has the next one's tensor as its base,
-    the last has none, and only the last has chunks of Zstandard."""
+    """Tells whether `decode_chain` can decode some frames.
+
+    Args:
+        frames: the tensor's own frame first.
+
+    Returns:
+        Whether each has the next one's tensor as its base, the last has none, and only the last has
+        chunks of Zstandard.
+    """
     if frames[-1].header.base is not None:
         return False
     for frame, before in pairwise(frames):
@@ -67,7 +74,7 @@ def decode_chain(frames: Sequence[Frame], dst: ByteArray, threads: int) -> Chain
     links = list(reversed(frames))
     tensors: list[EncodedTensor] = []
     for link in links:
-        tensor = link.encoded(None)
+        tensor = link._encoded(None)
         tensors.append(
             tensor if isinstance(tensor, EncodedTensor) else tensor.stored(threads, None)
         )
@@ -75,5 +82,5 @@ def decode_chain(frames: Sequence[Frame], dst: ByteArray, threads: int) -> Chain
     status, number, chunk = _core.decode_links(tensors, kinds, dst, True, threads)
     if not status:
         return None
-    error = links[number].chunk_error(chunk, STATUS_WORDS[status])
+    error = links[number]._chunk_error(chunk, STATUS_WORDS[status])
     return ChainFault(len(links) - 1 - number, error)

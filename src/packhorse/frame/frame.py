@@ -282,7 +282,7 @@ class Frame:
         units = self._matching_base(base, n_threads, base_hash)
         if units is not None and np.may_share_memory(target, units.data):
             raise ValueError("dst and the base share memory; decode elsewhere, or a copy of it")
-        self._decode(self.encoded(units), target, start, n_threads, check=check)
+        self._decode(self._encoded(units), target, start, n_threads, check=check)
 
     def patch_into(
         self, target: Buffer, *, base_hash: bytes | None = None, threads: int | None = None
@@ -326,12 +326,12 @@ class Frame:
         base = self._matching_base(memory, n_threads, base_hash)
         if base is None:
             self.verify(threads=n_threads)
-            self._decode(self.encoded(None), memory, 0, n_threads)
+            self._decode(self._encoded(None), memory, 0, n_threads)
             return
         tensor = self._encoded_beside(base, n_threads)
         status, chunk = _core.patch_base(tensor, memory, n_threads)
         if status:
-            raise self.chunk_error(chunk, STATUS_WORDS[status])
+            raise self._chunk_error(chunk, STATUS_WORDS[status])
 
     def prepare_patch(
         self, base: Buffer, *, base_hash: bytes | None = None, threads: int | None = None
@@ -363,7 +363,7 @@ class Frame:
         tensor = self._encoded_beside(units, n_threads)
         status, chunk, found, (low, high, replaced) = _core.prepare_patch(tensor, n_threads)
         if status:
-            raise self.chunk_error(chunk, STATUS_WORDS[status])
+            raise self._chunk_error(chunk, STATUS_WORDS[status])
         if base_check(replaced) != header.base.check:
             raise BaseMismatchError(
                 f"{label(self._name)}units that the frame replaces are not those of its base: "
@@ -424,7 +424,7 @@ class Frame:
         tensor = self._encoded_beside(units, n_threads)
         status, chunk, indices, values = _core.find_changes(tensor, n_threads)
         if status:
-            raise self.chunk_error(chunk, STATUS_WORDS[status])
+            raise self._chunk_error(chunk, STATUS_WORDS[status])
         wide = header.geometry.n_units >> 32 > 0
         unit = np.dtype(f"u{header.geometry.unit_nbytes}")
         return indices.view(np.uint64 if wide else np.uint32), values.view(unit)
@@ -443,17 +443,17 @@ class Frame:
         except BaseMismatchError as error:
             raise BaseMismatchError(f"{label(self._name)}{error}") from None
 
-    def encoded(self, base: Base | None) -> EncodedTensor | ZstdJob:
+    def _encoded(self, base: Base | None) -> EncodedTensor | ZstdJob:
         """The frame in the form that its decoder takes: the core's, or `ZstdJob` for Zstandard."""
         header = self._header
         if self.has_zstd:
-            return ZstdJob(header, self._data, base, self.chunk_error)
+            return ZstdJob(header, self._data, base, self._chunk_error)
         payload = self._data[header.header_nbytes :]
         return EncodedTensor(payload, header.table, header.geometry, self._side_data(), base)
 
     def _encoded_beside(self, base: Base, threads: int) -> EncodedTensor:
-        """As `encoded`, in the core's form always."""
-        tensor = self.encoded(base)
+        """As `_encoded`, in the core's form always."""
+        tensor = self._encoded(base)
         return tensor.stored(threads, base) if isinstance(tensor, ZstdJob) else tensor
 
     def _decode(
@@ -470,7 +470,7 @@ class Frame:
             return
         status, chunk = _core.decode_range(tensor, start, dst, check, threads)
         if status:
-            raise self.chunk_error(chunk, STATUS_WORDS[status])
+            raise self._chunk_error(chunk, STATUS_WORDS[status])
 
     def payload_range(self, start: int, stop: int) -> tuple[int, int]:
         """Finds the bytes of the frame that `decompress_into` reads besides the header, for bytes
@@ -523,7 +523,7 @@ class Frame:
                 shows it.
         """
         n_threads = resolve_threads(threads)
-        tensor = self.encoded(self._matching_base(base, n_threads))
+        tensor = self._encoded(self._matching_base(base, n_threads))
         window = np.empty(self.window_nbytes, np.uint8) if window is None else window
         hasher = ContentHasher(has_sum=self.has_sum)
         for start in range(0, self.logical_nbytes, _WINDOW_NBYTES):
@@ -581,8 +581,7 @@ class Frame:
                 raise self._error(f"side data: {error}", 52) from error
         return Side(self._side, n_rows)
 
-    def chunk_error(self, chunk: int, words: str) -> CorruptionError:
-        """The error for a damaged chunk, which names tensor, chunk and byte offset."""
+    def _chunk_error(self, chunk: int, words: str) -> CorruptionError:
         return self._error(
             f"chunk {chunk} of {self.n_chunks}: {words}", self._header.chunk_offset(chunk)
         )
