@@ -73,8 +73,15 @@ def _base(data: ByteArray, dtype: DType, base_dtype: DType) -> Base:
 
 
 def kind_of_base(dtype: DType, name: BaseName | None) -> tuple[bool, int]:
-    """Returns whether the units of a frame are floats, and the core's number for the cast of its
-    base."""
+    """Tells the core what the units of a frame and its base are.
+
+    Args:
+        dtype: the frame's dtype.
+        name: how it names its base; None for a frame without one.
+
+    Returns:
+        Whether the units are floats, and the core's number for the cast of the base.
+    """
     cast = 0 if name is None else _CASTS.get((name.dtype.name, dtype.name), 0)
     return Split.FLOAT in dtype.splits, cast
 
