@@ -120,6 +120,8 @@ arm: .venv/.test ## compile the core for aarch64, and run the seeds of the fuzz 
 	done
 	@$(ARM) fuzz/plan.cpp fuzz/standalone.cpp -o build/arm/plan
 	@echo -n "plan: "; qemu-aarch64-static build/arm/plan build/arm/seeds/decode_tensor/*
+	@$(ARM) fuzz/frames.cpp fuzz/standalone.cpp -o build/arm/frames
+	@echo -n "frames: "; qemu-aarch64-static build/arm/frames build/arm/seeds/frame/*
 	@$(ARM) fuzz/threads.cpp -o build/arm/threads && qemu-aarch64-static build/arm/threads 10
 
 wheel: ## build portable wheels, and try each alone in new environments of all Pythons that are here

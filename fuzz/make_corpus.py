@@ -30,7 +30,6 @@ from packhorse.frame.header import (
     FrameHeader,
     frame_header_nbytes,
     padded,
-    read_header,
     write_header,
 )
 from packhorse.layout import (
@@ -214,7 +213,7 @@ def decode_tensor_seeds() -> Seeds:
         if Mode.ZSTD in modes_of(frame) or frame.base_hash is not None:
             continue
         packed = frame.to_bytes()
-        header = read_header(np.frombuffer(packed, np.uint8), None, 0, None)
+        header = frame.header
         bits = header.dtype.unit_nbytes.bit_length() - 1 | header.split << 2
         choices = bytes([number % 3, number % 4, bits, header.chunk_log])
         part = struct.pack("<I", header.nbytes)[:3] + struct.pack("<HH", 1000, 60000)

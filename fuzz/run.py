@@ -71,6 +71,7 @@ TARGETS = (
     Target("round_trip", "round_trip.cpp", "round_trip"),
     Target("decode_tensor", "decode_tensor.cpp", "decode_tensor"),
     Target("plan", "plan.cpp", "decode_tensor"),
+    Target("frames", "frames.cpp", "frame"),
     Target("decode_plane", "decode_plane.cpp", "decode_plane"),
     Target("weights", "weights.cpp", "weights"),
     Target("tables", "tables.cpp", "tables"),

@@ -24,6 +24,7 @@
 
 #include "bind/bags.hpp"
 #include "bind/bounded.hpp"
+#include "bind/frames.hpp"
 #include "bind/repeats.hpp"
 #include "bind/tables.hpp"
 #include "bind/tensors.hpp"
@@ -453,6 +454,7 @@ NB_MODULE(_core, m) {
         .def("map", &FileMapper::map, "descriptor"_a, "offset"_a, "nbytes"_a)
         .def_prop_ro("has_lost", &FileMapper::has_lost);
     bind_tensors(m);
+    bind_frames(m);
     m.def("encode_chunks", &encode_chunks, "src"_a, "geometry"_a, "context"_a, "output"_a,
           "threads"_a);
     m.def("decode_range", &decode_range, "tensor"_a, "start"_a, "dst"_a.noconvert(), "check"_a,

@@ -4,9 +4,8 @@
 // streams run side by side and are joined by the linear operator "append L zero bytes", held as
 // four tables of 256 (one for each byte of the register). Without the instruction, two streams run
 // side by side. Processors with carry-less products of vectors fold 256 bytes into the next 256
-// instead, which is twice as fast. XXH3: only inputs above 240 bytes are hashed here. The caller
-// hashes a shorter leaf with Python's xxhash; a tensor has at most one. Source: the XXH3
-// specification, doc/xxhash_spec.md of the xxHash project.
+// instead, which is twice as fast. XXH3: inputs above 240 bytes; common/xxh3_short.hpp has the
+// shorter ones. Source: the XXH3 specification, doc/xxhash_spec.md of the xxHash project.
 //
 // The loops are in common/checksum_avx512.hpp, common/checksum_avx2.hpp and
 // common/checksum_portable.hpp.

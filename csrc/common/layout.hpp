@@ -34,6 +34,16 @@ enum class Mode : uint8_t {
 enum class ClassSource : uint8_t { kNone = 0, kPrediction = 1, kLead = 2 };
 
 // Section 2.
+constexpr uint32_t kFrameMagicNumber = 0x46485089;  // FRAME_MAGIC, as it is loaded
+constexpr uint32_t kFrameVersion = 3;
+constexpr std::size_t kFixedHeaderNbytes = 56;
+constexpr std::size_t kBaseBlockNbytes = 24;
+constexpr std::size_t kContentHashOffset = 24;
+constexpr std::size_t kHeaderCrcOffset = 44;
+constexpr std::size_t kSideFieldsOffset = 48;  // the descriptor is 4 bytes further on
+constexpr uint32_t kFlagBase = 1;
+constexpr uint32_t kFlagSum = 2;
+constexpr uint32_t kMaxDims = 64;
 constexpr std::size_t kMaxSideNbytes = 2097152;
 
 // Section 6.1.

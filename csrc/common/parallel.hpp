@@ -37,6 +37,14 @@ void parallel_for(std::size_t n_items, std::size_t n_workers, const Work& work) 
     for (std::thread& thread : threads) thread.join();
 }
 
+// The number of threads that are worth starting for `nbytes` bytes, if a thread pays from
+// `nbytes_each` bytes on.
+constexpr std::size_t useful_threads(std::size_t threads, std::size_t nbytes,
+                                     std::size_t nbytes_each) {
+    const std::size_t most = nbytes / nbytes_each;
+    return most < 1 ? 1 : most < threads ? most : threads;
+}
+
 // Assigns places in the output in the order of chunks, even if a later chunk is finished first. So
 // the bytes do not depend on the number of threads.
 class OrderedOutput {

@@ -256,59 +256,68 @@ inline std::size_t encode_any_chunk(const EncodeJob& job, const Geometry& geomet
     return padded;
 }
 
+// Whether the encoder of such a tensor needs memory for classes.
+inline bool uses_classes(const Geometry& geometry, const EncodeContext& context) {
+    return geometry.spec.splits() && (context.side.rows != nullptr || context.level == Level::kMax);
+}
+
+// Encodes a chunk of a tensor to its place in the output, where `ordered` puts it. A single worker
+// knows where the chunk goes. Several workers must wait until they know the sizes of the chunks
+// before it.
+inline void encode_in_place(const uint8_t* src, const Geometry& geometry,
+                            const EncodeContext& context, const EncodeOutput& output,
+                            std::size_t chunk, std::size_t n_workers, EncodeWorker& worker,
+                            OrderedOutput& ordered, Isa isa) {
+    uint8_t* const dst = output.payload;
+    const std::size_t at = chunk * geometry.chunk_nbytes();
+    const EncodeJob job{src + at,
+                        geometry.units_of(chunk),
+                        chunk * geometry.chunk_units,
+                        output.leaves.from(at),
+                        output.base_leaves,
+                        output.kept == nullptr
+                            ? KeptBase{}
+                            : KeptBase{output.kept + at, at, output.changes + chunk}};
+    uint32_t* const row = output.table + chunk * geometry.row_length();
+    uint8_t* const to = n_workers == 1 ? dst + ordered.used() : worker.output;
+    if (context.base.units == nullptr && !context.matches &&
+        is_stored_whole(job.src, job.n, geometry.spec, context.level)) {
+        const std::size_t nbytes = job.n * geometry.spec.unit_nbytes;
+        // The length of a stored chunk is known beforehand, so no worker needs a copy.
+        const std::size_t offset = ordered.reserve(chunk, round_up(nbytes, kFrameAlignment));
+        store_chunk(job.src, nbytes, dst + offset, job.leaves, row,
+                    geometry.nbytes() >= kPastCacheMinNbytes, isa);
+        return;
+    }
+    EncodeScratch& scratch = worker.scratch;
+    const bool more = chunk + n_workers < geometry.n_chunks();
+    scratch.next_src = more ? job.src + n_workers * geometry.chunk_nbytes() : nullptr;
+    scratch.cold_output = n_workers == 1;
+    const std::size_t nbytes = encode_any_chunk(job, geometry, context, worker, to, row + 1, isa);
+    if (n_workers == 1) {
+        row[0] = crc32c(to, nbytes, isa);
+        ordered.reserve(chunk, nbytes);
+        return;
+    }
+    uint32_t crc = ~0u;
+    copy_with_crc(to, nbytes, dst + ordered.reserve(chunk, nbytes), crc, true, isa);
+    row[0] = ~crc;
+}
+
 // Encodes a tensor, which may change meanwhile: the leaves, or the sums, are those of the bytes
 // that are encoded. Chunks hold whole leaves unless there is only one chunk. With a base, planes
 // have one byte. Returns the length of the payload. The bytes do not depend on `threads`.
 inline std::size_t encode_tensor(const uint8_t* src, const Geometry& geometry,
                                  const EncodeContext& context, const EncodeOutput& output,
                                  std::size_t threads, Isa isa) {
-    uint8_t* const dst = output.payload;
-    const Level level = context.level;
-    const bool has_base = context.base.units != nullptr;
-    const bool classes =
-        geometry.spec.splits() && (context.side.rows != nullptr || level == Level::kMax);
     const std::size_t n_workers = std::max<std::size_t>(1, std::min(threads, geometry.n_chunks()));
     std::vector<EncodeWorker> workers;
     for (std::size_t w = 0; w < n_workers; ++w)
-        workers.emplace_back(geometry, classes, has_base, n_workers > 1);
+        workers.emplace_back(geometry, uses_classes(geometry, context),
+                             context.base.units != nullptr, n_workers > 1);
     OrderedOutput ordered;
     parallel_for(geometry.n_chunks(), n_workers, [&](std::size_t w, std::size_t chunk) {
-        const std::size_t at = chunk * geometry.chunk_nbytes();
-        const EncodeJob job{src + at,
-                            geometry.units_of(chunk),
-                            chunk * geometry.chunk_units,
-                            output.leaves.from(at),
-                            output.base_leaves,
-                            output.kept == nullptr
-                                ? KeptBase{}
-                                : KeptBase{output.kept + at, at, output.changes + chunk}};
-        uint32_t* row = output.table + chunk * geometry.row_length();
-        // A single worker knows where the chunk goes. Several workers must wait until they know the
-        // sizes of the chunks before it.
-        uint8_t* to = n_workers == 1 ? dst + ordered.used() : workers[w].output;
-        if (!has_base && !context.matches &&
-            is_stored_whole(job.src, job.n, geometry.spec, level)) {
-            const std::size_t nbytes = job.n * geometry.spec.unit_nbytes;
-            // The length of a stored chunk is known beforehand, so no worker needs a copy.
-            const std::size_t offset = ordered.reserve(chunk, round_up(nbytes, kFrameAlignment));
-            store_chunk(job.src, nbytes, dst + offset, job.leaves, row,
-                        geometry.nbytes() >= kPastCacheMinNbytes, isa);
-            return;
-        }
-        EncodeScratch& scratch = workers[w].scratch;
-        const bool more = chunk + n_workers < geometry.n_chunks();
-        scratch.next_src = more ? job.src + n_workers * geometry.chunk_nbytes() : nullptr;
-        scratch.cold_output = n_workers == 1;
-        const std::size_t nbytes =
-            encode_any_chunk(job, geometry, context, workers[w], to, row + 1, isa);
-        if (n_workers == 1) {
-            row[0] = crc32c(to, nbytes, isa);
-            ordered.reserve(chunk, nbytes);
-            return;
-        }
-        uint32_t crc = ~0u;
-        copy_with_crc(to, nbytes, dst + ordered.reserve(chunk, nbytes), crc, true, isa);
-        row[0] = ~crc;
+        encode_in_place(src, geometry, context, output, chunk, n_workers, workers[w], ordered, isa);
     });
     return ordered.used();
 }
@@ -465,16 +474,16 @@ inline Status check_around(const EncodedTensor& tensor, std::size_t index, bool 
                : Status::kReserved;
 }
 
-// Checks the bytes of chunk `index` that are outside of its streams, then decodes it to `dst`.
-inline Status decode_checked(const EncodedTensor& tensor, std::size_t index, bool check_crc,
-                             bool past_cache, DecodeScratch& scratch, DecodeWorker& worker,
-                             uint8_t* dst, Isa isa) {
+// Checks the bytes of chunk `index` that are outside of its streams, then decodes it to `dst`. The
+// chunk does not need the base.
+inline Status decode_plain_chunk(const EncodedTensor& tensor, std::size_t index, bool check_crc,
+                                 bool past_cache, DecodeScratch& scratch, uint8_t* dst, Isa isa) {
     const uint8_t* const chunk = tensor.chunk(index);
     const std::size_t nbytes = tensor.nbytes_of(index);
+    const std::size_t n = tensor.geometry.units_of(index);
     const uint32_t* const row = tensor.row(index);
     const PlaneSpec& spec = tensor.geometry.spec;
-    const uint32_t stored =
-        make_descriptor(Mode::kStored, tensor.geometry.units_of(index) * spec.unit_nbytes);
+    const uint32_t stored = make_descriptor(Mode::kStored, n * spec.unit_nbytes);
     if (check_crc && !spec.splits() && row[1] == stored && descriptor_nbytes(stored) == nbytes) {
         uint32_t crc = ~0u;  // there is no padding to check
         copy_with_crc(chunk, nbytes, dst, crc, past_cache, isa);
@@ -482,20 +491,32 @@ inline Status decode_checked(const EncodedTensor& tensor, std::size_t index, boo
     }
     const Status around = check_around(tensor, index, check_crc, isa);
     if (around != Status::kOk) return around;
-    const std::size_t n = tensor.geometry.units_of(index);
-    const std::size_t first = index * tensor.geometry.chunk_units;
-    if (descriptor_mode(row[1]) == Mode::kSparseDelta)
-        return decode_sparse(chunk, descriptor_nbytes(row[1]), n, spec.unit_nbytes,
-                             tensor.base.is_float,
-                             chunk_base(tensor.base, first, n, spec.unit_nbytes,
-                                        worker.cast_memory(n, spec.unit_nbytes), isa),
-                             worker.changes, past_cache, dst, isa);
-    if (descriptor_mode(row[1]) == Mode::kDelta)
-        return decode_delta(chunk, descriptor_nbytes(row[1]), n, first, spec.unit_nbytes,
-                            tensor.base, *worker.delta, worker.differences.get(), dst, isa);
     if (descriptor_mode(row[1]) == Mode::kMatches)
         return decode_matches(chunk, descriptor_nbytes(row[1]), n, spec.unit_nbytes, dst, isa);
-    return decode_chunk(chunk, row + 1, n, first, spec, tensor.side, scratch, dst, isa);
+    return decode_chunk(chunk, row + 1, n, index * tensor.geometry.chunk_units, spec, tensor.side,
+                        scratch, dst, isa);
+}
+
+// Does the same with any chunk.
+inline Status decode_checked(const EncodedTensor& tensor, std::size_t index, bool check_crc,
+                             bool past_cache, DecodeScratch& scratch, DecodeWorker& worker,
+                             uint8_t* dst, Isa isa) {
+    const uint32_t descriptor = tensor.row(index)[1];
+    if (!is_from_base(descriptor_mode(descriptor)))
+        return decode_plain_chunk(tensor, index, check_crc, past_cache, scratch, dst, isa);
+    const Status around = check_around(tensor, index, check_crc, isa);
+    if (around != Status::kOk) return around;
+    const uint8_t* const chunk = tensor.chunk(index);
+    const uint32_t unit_nbytes = tensor.geometry.spec.unit_nbytes;
+    const std::size_t n = tensor.geometry.units_of(index);
+    const std::size_t first = index * tensor.geometry.chunk_units;
+    if (descriptor_mode(descriptor) == Mode::kSparseDelta)
+        return decode_sparse(
+            chunk, descriptor_nbytes(descriptor), n, unit_nbytes, tensor.base.is_float,
+            chunk_base(tensor.base, first, n, unit_nbytes, worker.cast_memory(n, unit_nbytes), isa),
+            worker.changes, past_cache, dst, isa);
+    return decode_delta(chunk, descriptor_nbytes(descriptor), n, first, unit_nbytes, tensor.base,
+                        *worker.delta, worker.differences.get(), dst, isa);
 }
 
 // The first bad chunk that the workers have met.

@@ -122,6 +122,51 @@ class EncodedTensor:
         base: Base | None,
     ) -> None: ...
 
+class OpenFrame:
+    """A frame whose header was checked; it keeps the frame's bytes alive."""
+
+    @property
+    def has_zstd(self) -> bool: ...  # any chunk is of mode zstd
+    @property
+    def stands_alone(self) -> bool: ...  # no base, no side data, no chunk of Zstandard
+    @property
+    def dtype_code(self) -> int: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def geometry(self) -> Geometry: ...
+    @property
+    def nbytes(self) -> int: ...  # of the tensor
+    @property
+    def content_hash(self) -> bytes: ...
+    @property
+    def base_hash(self) -> bytes | None: ...
+    @property
+    def text(self) -> bytes: ...  # the header
+
+# The fault, its place, what was found, and what would fit; see `frame.header_faults.Found`.
+def open_frame(data: _Bytes, max_nbytes: int | None) -> OpenFrame | tuple[int, int, int, int]: ...
+
+# Frames that stand alone. Returns (status, frame, chunk) of the first fault.
+def unpack_frames(
+    frames: Sequence[OpenFrame], dsts: Sequence[_Bytes], check: bool, threads: int
+) -> tuple[int, int, int]: ...
+
+# Floats, at a level below max. Returns the length of each frame; 0 if the tensor needs a plan.
+def pack_frames(
+    srcs: Sequence[_Bytes],
+    codes: Sequence[int],
+    shapes: Sequence[Sequence[int]],
+    outs: Sequence[_Bytes],
+    level: int,
+    threads: int,
+) -> list[int]: ...
+def needs_no_plan(src: _Bytes, code: int, shape: Sequence[int], level: int) -> bool: ...
+def cut_tensor(unit_nbytes: int, split: int, nbytes: int, chunk_nbytes: int) -> Geometry: ...
+
+# (bits, bytes of a unit, a bit for each split) by the code of a dtype; zeros where there is none.
+def dtype_rows() -> list[tuple[int, int, int]]: ...
+def xxh3_128(src: _Bytes) -> bytes: ...
 def encode_chunks(
     src: _Bytes, geometry: Geometry, context: EncodeContext, output: EncodeOutput, threads: int
 ) -> int: ...

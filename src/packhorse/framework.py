@@ -74,6 +74,10 @@ class Framework(Protocol):
         """A tensor's bytes in C order, its dtype name and its shape. The bytes are copied only if
         the tensor is not C-contiguous or not in host memory."""
 
+    def is_readable_in_place(self, tensor: Any) -> bool:
+        """Whether `readable` returns a tensor's own memory, and not a copy. True for an object that
+        `readable` does not accept."""
+
     def describe(self, tensor: Any) -> tuple[str, tuple[int, ...]]:
         """The dtype name and shape of a tensor that `readable` accepts; its bytes are not read.
 

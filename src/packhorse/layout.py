@@ -118,6 +118,7 @@ __all__ = [
     "ClassSource",
     "DType",
     "EscapedField",
+    "HeaderFault",
     "Level",
     "Mode",
     "PaletteField",
@@ -400,6 +401,44 @@ class Status(IntEnum):
     FINAL_STATE = 8
     ESCAPE_COUNT = 9
     EXTRA_BITS = 10
+
+
+class HeaderFault(IntEnum):
+    """What is wrong with a header, in the order of the checks (csrc/frame/header.hpp);
+    `frame.header_faults` has the words."""
+
+    NONE = 0
+    FIXED_PART = 1
+    MAGIC = 2
+    VERSION_ZERO = 3
+    VERSION = 4
+    FLAGS = 5
+    DTYPE = 6
+    SPLIT = 7
+    DIMS = 8
+    CHUNK_LOG = 9
+    HEADER_LENGTH = 10
+    CUT_OFF = 11
+    CHECKSUM = 12
+    OVERFLOW = 13
+    PARTIAL_BYTE = 14
+    CHUNKS = 15
+    LIMIT = 16
+    RESERVED = 17
+    BASE_DTYPE = 18
+    BASE_CAST = 19
+    BASE_SUM = 20
+    BASE_RESERVED = 21
+    HALF_SIDE = 22
+    SIDE_PLACE = 23
+    SIDE_LENGTH = 24
+    SIDE_STREAM = 25
+    PADDING = 26
+    UNKNOWN_MODE = 27
+    DESCRIPTOR = 28
+    FRAME_LENGTH = 29
+    FRAME_CUT_OFF = 30
+    TRAILING = 31
 
 
 class WeightFault(IntEnum):

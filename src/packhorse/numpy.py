@@ -23,10 +23,11 @@ from packhorse.disk.container import lay_out, pack_tensors, write_packed
 from packhorse.disk.packed_file import PackedFile, load_tensors
 from packhorse.frame import Frame
 from packhorse.frame.verbs import (
-    call_for_each,
     check_limit,
     compress_tensor,
+    compress_tensors,
     decompress_tensor,
+    decompress_tensors,
     read_frames,
 )
 from packhorse.layout import DTYPE_BY_NAME, Level
@@ -127,10 +128,19 @@ class NumpyFramework:
             TypeError, ValueError: as for `describe`.
         """
         name, shape = self.describe(tensor)
+        if self.is_readable_in_place(tensor):
+            return tensor.reshape(-1).view(np.uint8), name, shape
         dtype = _DTYPES[name]
         data = np.ascontiguousarray(tensor, dtype=dtype).reshape(-1).view(np.uint8)
         bits = _SUB_BYTE.get(dtype)
         return data if bits is None else pack_bits(data, bits), name, shape
+
+    def is_readable_in_place(self, tensor: Any) -> bool:
+        """Whether `readable` returns the memory of an array, and not a copy."""
+        if not isinstance(tensor, np.ndarray):
+            return True
+        is_plain = tensor.flags.c_contiguous and tensor.dtype.isnative
+        return is_plain and tensor.dtype not in _SUB_BYTE
 
     def describe(self, tensor: Any) -> tuple[str, tuple[int, ...]]:
         """The dtype name and shape of an array that `readable` accepts.
@@ -186,6 +196,9 @@ class NumpyFramework:
         """The addresses between which an array lies; None for an empty one or another object."""
         if not isinstance(tensor, np.ndarray) or not tensor.size:
             return None
+        if tensor.flags.c_contiguous:
+            start = tensor.ctypes.data
+            return start, start + tensor.nbytes
         return np.lib.array_utils.byte_bounds(tensor)
 
     def check_device(self, device: Any) -> None:
@@ -351,14 +364,8 @@ def compress_all(
         >>> [frame.shape for frame in frames]
         [(4096,), (100,)]
     """
-    return call_for_each(
-        lambda array, out, base, n: compress(array, level=level, threads=n, out=out, base=base),
-        arrays,
-        outs,
-        bases,
-        threads=threads,
-        what="array",
-        framework=FRAMEWORK,
+    return compress_tensors(
+        FRAMEWORK, arrays, level=level, threads=threads, outs=outs, bases=bases, what="array"
     )
 
 
@@ -397,14 +404,8 @@ def decompress_all(
         >>> [len(array) for array in decompress_all(frames)]
         [4096, 100]
     """
-    return call_for_each(
-        lambda frame, out, base, n: decompress(frame, threads=n, out=out, base=base),
-        read_frames(frames, max_nbytes),
-        outs,
-        bases,
-        threads=threads,
-        what="frame",
-        framework=FRAMEWORK,
+    return decompress_tensors(
+        FRAMEWORK, read_frames(frames, max_nbytes), outs=outs, threads=threads, bases=bases
     )
 
 

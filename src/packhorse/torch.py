@@ -21,10 +21,11 @@ from packhorse.disk.state_file import base_by_name, lay_out_state, rebuild_state
 from packhorse.errors import MissingBackendError
 from packhorse.frame import Frame
 from packhorse.frame.verbs import (
-    call_for_each,
     check_limit,
     compress_tensor,
+    compress_tensors,
     decompress_tensor,
+    decompress_tensors,
     read_frames,
 )
 from packhorse.layout import Level
@@ -198,14 +199,8 @@ def compress_all(
         >>> [frame.shape for frame in frames]
         [(4096,), (100,)]
     """
-    return call_for_each(
-        lambda tensor, out, base, n: compress(tensor, level=level, threads=n, out=out, base=base),
-        tensors,
-        outs,
-        bases,
-        threads=threads,
-        what="tensor",
-        framework=FRAMEWORK,
+    return compress_tensors(
+        FRAMEWORK, tensors, level=level, threads=threads, outs=outs, bases=bases, what="tensor"
     )
 
 
@@ -244,14 +239,8 @@ def decompress_all(
         >>> [len(tensor) for tensor in decompress_all(frames)]
         [4096, 100]
     """
-    return call_for_each(
-        lambda frame, out, base, n: decompress(frame, threads=n, out=out, base=base),
-        read_frames(frames, max_nbytes),
-        outs,
-        bases,
-        threads=threads,
-        what="frame",
-        framework=FRAMEWORK,
+    return decompress_tensors(
+        FRAMEWORK, read_frames(frames, max_nbytes), outs=outs, threads=threads, bases=bases
     )
 
 

@@ -86,8 +86,18 @@ class TorchFramework:
             TypeError, ValueError: as for `describe`.
         """
         dtype, shape = self.describe(tensor)
+        if self.is_readable_in_place(tensor):
+            return _bytes_of(tensor.detach()), dtype, shape
         plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         return _bytes_of(plain), dtype, shape
+
+    def is_readable_in_place(self, tensor: Any) -> bool:
+        """Whether `readable` returns the memory of a tensor, and not a copy."""
+        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+            return True
+        if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
+            return False
+        return tensor.is_nested or tensor.is_contiguous()
 
     def describe(self, tensor: Any) -> tuple[str, tuple[int, ...]]:
         """The dtype name and shape of a tensor that `readable` accepts, as safetensors has them.

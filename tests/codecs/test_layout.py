@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from format_page import section, table_cells
 
-from packhorse import layout
+from packhorse import _core, layout
 from packhorse.codecs.base import STATUS_WORDS
 from packhorse.codecs.bounded import _MESSAGE_WORDS
 from packhorse.codecs.weights import _FAULT_WORDS
+from packhorse.frame.header_faults import _WORDS as _HEADER_WORDS
 from packhorse.layout import (
     DTYPES,
     WEIGHT_FORMATS,
@@ -20,6 +21,7 @@ from packhorse.layout import (
     BoundedForm,
     ClassSource,
     EscapedField,
+    HeaderFault,
     Level,
     Mode,
     PaletteField,
@@ -34,6 +36,7 @@ from packhorse.layout import (
 
 SOURCES = Path(__file__).parents[2] / "csrc"
 CORE = (SOURCES / "common" / "layout.hpp").read_text()
+HEADERS = (SOURCES / "frame" / "header.hpp").read_text()
 PLANS = (SOURCES / "tensor" / "plan.hpp").read_text()
 CHECKS = (SOURCES / "rows" / "weights_unpack.hpp").read_text()
 BOUNDED = "\n".join(path.read_text() for path in sorted((SOURCES / "bounded").glob("*.hpp")))
@@ -213,8 +216,15 @@ def test_the_core_has_the_same_constants() -> None:
     shared = core.keys() & set(layout.__all__)
     assert {name: core[name] for name in shared} == {name: getattr(layout, name) for name in shared}
     assert shared >= {
+        "BASE_BLOCK_NBYTES",
         "CONTENT_LEAF_NBYTES",
+        "FIXED_HEADER_NBYTES",
+        "FLAG_BASE",
+        "FLAG_SUM",
         "FRAME_ALIGNMENT",
+        "FRAME_VERSION",
+        "HEADER_CRC_OFFSET",
+        "MAX_DIMS",
         "MAX_CHUNK_LOG",
         "MAX_CHUNK_NBYTES",
         "MAX_SIDE_NBYTES",
@@ -232,10 +242,23 @@ def test_the_core_has_the_same_splits_modes_and_sources() -> None:
     assert cpp_enum("ClassSource").items() >= sources.items()
 
 
+def test_the_core_has_the_same_dtypes() -> None:
+    rows = dict(enumerate(_core.dtype_rows()))
+    for dtype in DTYPES:
+        splits = sum(1 << split for split in dtype.splits)
+        assert rows.pop(dtype.code) == (dtype.bits, dtype.unit_nbytes, splits)
+    assert set(rows.values()) == {(0, 0, 0)}
+    magic = cpp_constants()["FRAME_MAGIC_NUMBER"]
+    assert magic.to_bytes(4, "little") == layout.FRAME_MAGIC
+
+
 def test_the_core_has_the_same_statuses_and_faults() -> None:
     assert cpp_enum("Status") == {status.name: int(status) for status in Status}
     faults = {fault.name: int(fault) for fault in WeightFault}
     assert cpp_enum("WeightFault", CHECKS) == faults
+    faults = {fault.name: int(fault) for fault in HeaderFault}
+    assert cpp_enum("HeaderFault", HEADERS) == faults
+    assert set(_HEADER_WORDS) == set(HeaderFault) - {HeaderFault.NONE}
     assert set(STATUS_WORDS) == set(Status) - {Status.OK}
     assert set(_FAULT_WORDS) == set(WeightFault) - {WeightFault.NONE}
 

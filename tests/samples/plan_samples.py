@@ -3,12 +3,13 @@
 import ml_dtypes
 import numpy as np
 
-from packhorse.frame.header import FrameHeader, read_header
+from packhorse.frame.header import FrameHeader, open_frame
+from packhorse.frame.header import header_of as fields_of
 from packhorse.gpu.plans import ChunkPlan, plan_chunks
 
 
 def header_of(data: bytes) -> FrameHeader:
-    return read_header(np.frombuffer(data, np.uint8), None, 0, None)
+    return fields_of(open_frame(np.frombuffer(data, np.uint8), None, 0, None))
 
 
 def plan_of(data: bytes) -> tuple[np.ndarray, ChunkPlan]:

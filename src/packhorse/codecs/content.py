@@ -1,8 +1,8 @@
 """Checksums: CRC32C, and the two kinds of content hash of a tensor (docs/format.md, section 7).
 
 The usual hash is a tree of XXH3-128, so that it can be computed chunk by chunk, while a chunk is in
-the cache, and in parallel. The core hashes leaves of more than 240 bytes. The xxhash package hashes
-the root and a shorter leaf; only the last leaf of a tensor can be that short.
+the cache, and in parallel. While the core encodes, it hashes leaves of more than 240 bytes. Only
+the last leaf of a tensor can be shorter; it is hashed afterwards, as the root is.
 
 A tensor may change while it is packed. So the encoder hashes the copy that it packs: the core fills
 in the hashes while it reads, and puts the bytes of a short last leaf behind them.
@@ -15,7 +15,6 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xxhash
 
 from packhorse import _core
 from packhorse.codecs.base import ByteArray, as_bytes
@@ -182,7 +181,7 @@ def finish_leaves(leaves: ByteArray, nbytes: int) -> ByteArray:
     hashes = leaves[:-_SHORT_LEAF_NBYTES]
     last = nbytes % CONTENT_LEAF_NBYTES
     if 0 < last <= _SHORT_LEAF_NBYTES:
-        digest = xxhash.xxh3_128_digest(leaves[hashes.size : hashes.size + last].tobytes())
+        digest = _core.xxh3_128(leaves[hashes.size : hashes.size + last])
         hashes[-16:] = np.frombuffer(digest, np.uint8)
     return hashes
 
@@ -191,4 +190,4 @@ def hash_root(leaves: ByteArray) -> bytes:
     """Computes the content hash from the hashes of all leaves."""
     if leaves.size == 16:
         return leaves.tobytes()
-    return xxhash.xxh3_128_digest(leaves.tobytes())
+    return _core.xxh3_128(leaves)

@@ -110,7 +110,7 @@ def choose_plan(source: Source, level: Level, *, with_side: bool = True) -> Plan
         level: how hard to try.
         with_side: whether to try side data.
     """
-    data, dtype, _, geometry = source
+    data, dtype, shape, geometry = source
     nbytes, split = data.size, dtype.splits[-1]
     if level == Level.MAX:
         geometry = cut(dtype, split, nbytes, CLASSED_CHUNK_NBYTES)
@@ -119,6 +119,8 @@ def choose_plan(source: Source, level: Level, *, with_side: bool = True) -> Plan
     n_samples = min(_MAX_SAMPLES, 1 + nbytes // _SAMPLE_EVERY_NBYTES)
     estimates, is_odd = _core.estimate_planes(data, geometry, level, n_samples)
     planes_nbytes = sum([nbytes for _, nbytes in estimates])
+    if _core.needs_no_plan(data, dtype.code, shape, level):  # then the core does not ask for one
+        return Plan(geometry, level, False, planes_nbytes, tuple(estimates))
     if _may_repeat(dtype, estimates, is_odd, nbytes):
         whole_nbytes, matches = _estimate_whole(source, level)
         if whole_nbytes < planes_nbytes * (1 - _WHOLE_MUST_SAVE):

@@ -6,9 +6,10 @@ follows from its dtype and its length alone; a plan has the geometry that was ch
 
 from typing import NamedTuple
 
+from packhorse import _core
 from packhorse._core import Geometry
 from packhorse.codecs.base import ByteArray
-from packhorse.layout import CHUNK_NBYTES, ZSTD_CHUNK_NBYTES, DType, Split
+from packhorse.layout import CHUNK_NBYTES, DType, Split
 
 __all__ = ["Source", "cut", "natural_geometry"]
 
@@ -36,16 +37,6 @@ def natural_geometry(dtype: DType, nbytes: int) -> Geometry:
 
 
 def cut(dtype: DType, split: Split, nbytes: int, chunk_nbytes: int = CHUNK_NBYTES) -> Geometry:
-    """Cuts a tensor of `nbytes` bytes into chunks of about `chunk_nbytes`."""
-    unit_nbytes = dtype.unit_nbytes
-    chunk_log = _chunk_log_for(unit_nbytes, nbytes // unit_nbytes, chunk_nbytes)
-    return Geometry(unit_nbytes, split, chunk_log, nbytes)
-
-
-def _chunk_log_for(unit_nbytes: int, n_units: int, chunk_nbytes: int) -> int:
-    """Returns log2 of the units of a chunk. A tensor of at most one and a half chunks is cut into a
-    single chunk, so that no short chunk is left over."""
-    log = (chunk_nbytes // unit_nbytes).bit_length() - 1
-    if 1 << log < n_units <= 3 << (log - 1) and chunk_nbytes < ZSTD_CHUNK_NBYTES:
-        return log + 1
-    return log
+    """Cuts a tensor of `nbytes` bytes into chunks of about `chunk_nbytes`. A tensor of at most one
+    and a half chunks is a single chunk, so that no short chunk is left over."""
+    return _core.cut_tensor(dtype.unit_nbytes, split, nbytes, chunk_nbytes)

@@ -43,7 +43,8 @@ from packhorse.disk.packed_header import (
 )
 from packhorse.disk.results import FileResult, Progress, TensorPlan, TensorResult
 from packhorse.errors import CorruptionError, blaming
-from packhorse.frame import Frame, compress_buffer, max_frame_nbytes, plan_buffer
+from packhorse.frame import Frame, max_frame_nbytes, plan_buffer
+from packhorse.frame.many import PackJob, compress_many
 from packhorse.framework import Framework
 from packhorse.layout import Level
 from packhorse.storage.locations import Place, open_place, writing
@@ -51,7 +52,7 @@ from packhorse.storage.safetensors_header import FileHeader, TensorEntry, build_
 from packhorse.storage.source import header_at, open_source
 from packhorse.storage.source_file import Source, stamp_of
 from packhorse.storage.strict_json import shortened, shown
-from packhorse.threads import batches, map_tensors
+from packhorse.threads import batches
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -465,17 +466,13 @@ def _pack_batch(
     """Frames of the next tensors of `source`, each in its own room in `out`."""
     buffers = list(islice(source, len(entries)))
     ends = list(accumulate(rooms))
-
-    def pack(i: int, threads: int) -> Frame:
-        entry = entries[i]
-        base, base_dtype = coder.base_of(entry, threads)
-        return compress_buffer(
-            buffers[i], entry.dtype, entry.shape, level=coder.level, threads=threads,
-            out=out[ends[i] - rooms[i] : ends[i]], name=shortened(entry.name),
-            base=base, base_dtype=base_dtype,
-        )  # fmt: skip
-
-    return map_tensors(pack, [entry.nbytes for entry in entries], coder.threads)
+    jobs = []
+    for i, entry in enumerate(entries):
+        base, base_dtype = coder.base_of(entry, coder.threads)
+        room = out[ends[i] - rooms[i] : ends[i]]
+        name = shortened(entry.name)
+        jobs.append(PackJob(buffers[i], entry.dtype, entry.shape, room, name, base, base_dtype))
+    return compress_many(jobs, level=coder.level, threads=coder.threads)
 
 
 def plan_file(

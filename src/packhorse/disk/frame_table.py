@@ -30,6 +30,7 @@ from packhorse.disk.packed_header import PackedHeader
 from packhorse.disk.tensor_table import TensorTable
 from packhorse.errors import CorruptionError
 from packhorse.frame import Frame
+from packhorse.frame.many import UnpackJob, decompress_many
 from packhorse.framework import Framework
 from packhorse.storage.safetensors_header import TensorEntry
 from packhorse.storage.strict_json import shown
@@ -180,13 +181,34 @@ class FrameTable(TensorTable):
             return self.framework.decode_on(frames, self.device, self._threads)
 
     def _decode_all(self, entries: Sequence[TensorEntry], frames: Mapping[str, Frame]) -> list[Any]:
-        def decode(i: int, threads: int) -> Any:
-            entry = entries[i]
-            return self.decode(
-                entry.name, entry.shape, 0, entry.nbytes, threads, frames.get(entry.name)
-            )
+        """Decode whole tensors to host memory. Those that have no base are decoded in one call."""
+        tensors: dict[str, Any] = {}
+        jobs: list[UnpackJob] = []
+        for entry in entries:
+            self.check_limit(entry.name, entry.nbytes)
+            frame = frames.get(entry.name) or self.frame(entry.name)
+            if frame.base_hash is not None:
+                continue
+            tensor = self.new_tensor(entry, entry.shape)
+            memory = self.framework.memory(tensor)
+            if memory is not None:
+                tensors[entry.name] = tensor
+                jobs.append(UnpackJob(frame, memory))
+        try:
+            with self.blaming():
+                decompress_many(jobs, threads=self._threads)
+        finally:
+            for tensor in tensors.values():
+                self.framework.mark_written(tensor)
+        rest = [entry for entry in entries if entry.name not in tensors]
 
-        return map_tensors(decode, [entry.nbytes for entry in entries], self._threads)
+        def decode(i: int, threads: int) -> Any:
+            name, shape, nbytes = rest[i].name, rest[i].shape, rest[i].nbytes
+            return self.decode(name, shape, 0, nbytes, threads, frames.get(name))
+
+        decoded = map_tensors(decode, [entry.nbytes for entry in rest], self._threads)
+        tensors.update(zip([entry.name for entry in rest], decoded, strict=True))
+        return [tensors[entry.name] for entry in entries]
 
 
 def _decode_against(

@@ -8,28 +8,29 @@ output does not depend on the number of threads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from packhorse import _core
 from packhorse._core import Base
 from packhorse.arguments import resolve_level, resolve_threads
-from packhorse.codecs.base import as_writable_bytes
+from packhorse.codecs.base import ByteArray, as_writable_bytes
 from packhorse.codecs.content import content_hash
 from packhorse.codecs.plan import Plan, choose_plan
 from packhorse.codecs.source import Source
 from packhorse.errors import ChangedError
 from packhorse.frame.base import BaseName, checked_base, plan_delta
 from packhorse.frame.encode import encode_payload
-from packhorse.frame.frame import Frame
+from packhorse.frame.frame import Frame, new_frame
 from packhorse.frame.header import FrameHeader, frame_header_nbytes, label, write_header
-from packhorse.frame.plan import capacity_of, checked_source
-from packhorse.layout import DType, Level
+from packhorse.frame.plan import checked_source, max_frame_nbytes, plan_of
+from packhorse.layout import DType, Level, Split
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["compress_buffer"]
+__all__ = ["PlainJob", "compress_buffer", "pack_plain", "room_for"]
 
 
 def compress_buffer(
@@ -89,7 +90,14 @@ def compress_buffer(
         ('F32', (1024,))
     """
     source = checked_source(src, dtype, shape)
-    data, row, shape, natural = source
+    memory = room_for(source, out)
+    if base is None and like is None:
+        (frame,) = pack_plain(
+            [PlainJob(source, memory, name)], resolve_level(level), resolve_threads(threads)
+        )
+        if frame is not None:
+            return frame
+    data, row, shape, _ = source
     base_units: Base | None = None
     base_row: DType | None = None
     if base is None:
@@ -101,10 +109,6 @@ def compress_buffer(
         )
         if not plan.plain_nbytes:
             base_units = base_row = None
-    capacity = capacity_of(row, shape, natural)
-    memory = np.empty(capacity, np.uint8) if out is None else as_writable_bytes(out, "out")
-    if memory.size < capacity:
-        raise ValueError(f"out has {memory.size} bytes; a frame of this tensor may take {capacity}")
     for kind, read in (("src", data), ("base", None if base_units is None else base_units.data)):
         if read is not None and np.may_share_memory(memory, read):
             raise ValueError(
@@ -139,7 +143,64 @@ def compress_buffer(
         side.descriptor, side.stream, base_name,
     )  # fmt: skip
     write_header(header, memory[:header_nbytes])
-    return Frame(memory[: header.frame_nbytes], header, name, 0, plan)
+    return new_frame(memory[: header.frame_nbytes], name, plan)
+
+
+def room_for(source: Source, out: Buffer | None) -> ByteArray:
+    """The memory that the frame of a tensor is built in.
+
+    Raises:
+        TypeError: `out` is not a writable C-contiguous buffer.
+        ValueError: `out` is too small.
+    """
+    capacity = max_frame_nbytes(source.dtype.name, source.shape)
+    memory = np.empty(capacity, np.uint8) if out is None else as_writable_bytes(out, "out")
+    if memory.size < capacity:
+        raise ValueError(f"out has {memory.size} bytes; a frame of this tensor may take {capacity}")
+    return memory
+
+
+class PlainJob(NamedTuple):
+    """A tensor to be packed without a plan: `checked_source` and `room_for` of it, and its name in
+    messages."""
+
+    source: Source
+    memory: ByteArray
+    name: str | None
+
+
+def pack_plain(jobs: Sequence[PlainJob], level: Level, threads: int) -> list[Frame | None]:
+    """Packs tensors that need no plan, in one call of the core.
+
+    Args:
+        jobs: the tensors. They share no memory.
+        level: how hard to try.
+        threads: how many to use.
+
+    Returns:
+        A frame for each tensor; None if it needs a plan.
+
+    Raises:
+        ValueError: the memory of a frame is that of the tensor.
+    """
+    frames: list[Frame | None] = [None] * len(jobs)
+    if level == Level.MAX:
+        return frames
+    chosen = [i for i, job in enumerate(jobs) if job.source.dtype.splits[-1] is Split.FLOAT]
+    parts = [jobs[i] for i in chosen]
+    lengths = _core.pack_frames(
+        [source.data for source, _, _ in parts],
+        [source.dtype.code for source, _, _ in parts],
+        [source.shape for source, _, _ in parts],
+        [memory for _, memory, _ in parts],
+        level,
+        threads,
+    )
+    for i, nbytes in zip(chosen, lengths, strict=True):
+        if nbytes:
+            _, memory, name = jobs[i]
+            frames[i] = new_frame(memory[:nbytes], name, plan_of)
+    return frames
 
 
 def _again(

@@ -20,7 +20,7 @@ from packhorse.codecs.plan import choose_plan
 from packhorse.codecs.source import Source, cut, natural_geometry
 from packhorse.frame.base import BaseName
 from packhorse.frame.compress import compress_buffer
-from packhorse.frame.frame import Frame
+from packhorse.frame.frame import Frame, new_frame
 from packhorse.frame.header import (
     FrameHeader,
     Table,
@@ -136,7 +136,7 @@ class Follower:
         self._plain_nbytes = frame.nbytes
         header = frame.header._replace(content_hash=self.content_sum, has_sum=True)
         write_header(header, memory[: header.header_nbytes])
-        return Frame(memory[: frame.nbytes], header, self._name, 0)
+        return new_frame(memory[: frame.nbytes], self._name)
 
     def follow(self, data: ByteArray, threads: int = 1) -> Frame | None:
         """Packs a version against the one before.
@@ -176,7 +176,7 @@ class Follower:
             if frame.nbytes <= nbytes or not _has_delta(table):
                 return frame
         write_header(header, memory[: self._header_nbytes])
-        return Frame(memory[:nbytes], header, self._name, 0)
+        return new_frame(memory[:nbytes], self._name)
 
 
 def _has_delta(table: Table) -> bool:

@@ -10,14 +10,14 @@ unchecked byte decides how much memory is allocated.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from packhorse import _core
-from packhorse._core import Base, EncodedTensor, Side
+from packhorse._core import Base, EncodedTensor, OpenFrame, Side
 from packhorse.arguments import resolve_threads
 from packhorse.codecs.base import STATUS_WORDS, ByteArray, as_bytes, as_writable_bytes
 from packhorse.codecs.content import (
@@ -34,24 +34,23 @@ from packhorse.frame.base import matching_base, unnamed_base
 from packhorse.frame.header import (
     FrameHeader,
     PlaneSummary,
+    header_of,
     label,
+    open_frame,
     plane_summaries,
-    read_header,
 )
-from packhorse.frame.patch import Patch
+from packhorse.frame.patch import Patch, check_target
 from packhorse.frame.zstd import ZstdJob
 from packhorse.layout import (
-    FIRST_STREAM,
-    STREAM_NBYTES_BITS,
+    DTYPE_BY_CODE,
     Level,
-    Mode,
     Split,
 )
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["Frame"]
+__all__ = ["Frame", "new_frame"]
 
 _Units: TypeAlias = NDArray[np.unsignedinteger]
 
@@ -81,17 +80,18 @@ class Frame:
     def __init__(
         self,
         data: ByteArray,
-        header: FrameHeader,
+        opened: OpenFrame,
         name: str | None,
         offset: int,
-        plan: Plan | None = None,
+        plan: Plan | Callable[[FrameHeader], Plan] | None = None,
     ) -> None:
         """Private: use `from_buffer`."""
         self._data = data
-        self._header = header
+        self._opened = opened
         self._name = name
         self._offset = offset
         self._plan = plan
+        self._fields: FrameHeader | None = None
         self._side: ByteArray | None = None
 
     @classmethod
@@ -121,28 +121,29 @@ class Frame:
             TypeError: not a C-contiguous buffer.
         """
         data = as_bytes(buffer, "buffer")
-        header = read_header(data, name, offset, max_nbytes)
-        return cls(data, header, name, offset)
+        return cls(data, open_frame(data, name, offset, max_nbytes), name, offset)
 
     @property
     def header(self) -> FrameHeader:
-        """The checked header."""
-        return self._header
+        """The checked header. Its fields are read at first use: most frames are only decoded."""
+        if self._fields is None:
+            self._fields = header_of(self._opened)
+        return self._fields
 
     @property
     def nbytes(self) -> int:
         """Length of the frame in bytes, a multiple of 64."""
-        return self._header.frame_nbytes
+        return self._data.size
 
     @property
     def dtype(self) -> str:
         """safetensors' name of the dtype."""
-        return self._header.dtype.name
+        return DTYPE_BY_CODE[self._opened.dtype_code].name
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the tensor."""
-        return self._header.shape
+        return self._opened.shape
 
     @property
     def numel(self) -> int:
@@ -152,48 +153,48 @@ class Frame:
     @property
     def logical_nbytes(self) -> int:
         """Bytes of the decoded tensor."""
-        return self._header.nbytes
+        return self._opened.nbytes
 
     @property
     def content_hash(self) -> bytes:
         """16 bytes that name the tensor's content (docs/format.md, section 7)."""
-        return self._header.content_hash
+        return self._opened.content_hash
 
     @property
     def has_sum(self) -> bool:
         """Whether content hashes, also the base's, are content sums."""
-        return self._header.has_sum
+        return self.header.has_sum
 
     @property
     def base_hash(self) -> bytes | None:
         """Content hash of the base that the frame needs for unpacking; None if it needs none."""
-        return None if self._header.base is None else self._header.base.content_hash
+        return self._opened.base_hash
 
     @property
     def base_dtype(self) -> str | None:
         """safetensors' name of the base's dtype; None if the frame needs no base."""
-        return None if self._header.base is None else self._header.base.dtype.name
+        return None if self.header.base is None else self.header.base.dtype.name
 
     @property
     def split(self) -> Split:
         """How units were split into planes."""
-        return self._header.split
+        return self.header.split
 
     @property
     def level(self) -> Level | None:
         """The level that the frame was packed at; None if the frame names no known level."""
-        level = self._header.level
+        level = self.header.level
         return Level(level) if level in Level.__members__.values() else None
 
     @property
     def n_chunks(self) -> int:
         """Number of chunks."""
-        return len(self._header.table)
+        return len(self.header.table)
 
     @property
     def chunk_nbytes(self) -> int:
         """Decoded bytes of a full chunk."""
-        return self._header.geometry.chunk_nbytes
+        return self.header.geometry.chunk_nbytes
 
     @property
     def ratio(self) -> float:
@@ -203,6 +204,8 @@ class Frame:
     @property
     def plan(self) -> Plan | None:
         """The plan that the frame was packed by; None for a frame that was read."""
+        if callable(self._plan):
+            self._plan = self._plan(self.header)
         return self._plan
 
     def digest_of(self, data: ByteArray, threads: int = 1) -> bytes:
@@ -220,6 +223,9 @@ class Frame:
     def __repr__(self) -> str:
         return f"Frame({self.dtype}, {self.shape}, nbytes={self.nbytes}, ratio={self.ratio:.3f})"
 
+    def __reduce__(self) -> tuple[Callable[..., Frame], tuple[object, ...]]:
+        return new_frame, (self._data, self._name, self.plan)
+
     def to_bytes(self) -> bytes:
         """Copies the frame's bytes."""
         return self._data.tobytes()
@@ -230,7 +236,7 @@ class Frame:
 
     def planes(self) -> tuple[PlaneSummary, ...]:
         """Sizes and modes of each plane."""
-        return plane_summaries(self._header)
+        return plane_summaries(self.header)
 
     def decompress_into(
         self,
@@ -267,7 +273,7 @@ class Frame:
             ValueError: the range is not inside the tensor, or `dst` does not fit it or shares
                 memory with the frame.
         """
-        nbytes = self._header.nbytes
+        nbytes = self._opened.nbytes
         stop = nbytes if stop is None else stop
         target = as_writable_bytes(dst, "dst")
         if not 0 <= start <= stop <= nbytes:
@@ -276,9 +282,14 @@ class Frame:
             raise ValueError(
                 f"dst has {target.size} bytes; bytes {start}:{stop} need {stop - start}"
             )
+        n_threads = resolve_threads(threads)
+        if self._opened.stands_alone and target.size == nbytes:
+            status, _, chunk = _core.unpack_frames([self._opened], [target], check, n_threads)
+            if status:
+                raise self.chunk_error(chunk, status)
+            return
         if np.may_share_memory(target, self._data):
             raise ValueError("dst and the frame share memory; decode elsewhere")
-        n_threads = resolve_threads(threads)
         units = self._matching_base(base, n_threads, base_hash)
         if units is not None and np.may_share_memory(target, units.data):
             raise ValueError("dst and the base share memory; decode elsewhere, or a copy of it")
@@ -321,7 +332,7 @@ class Frame:
             True
         """
         memory = as_writable_bytes(target, "target")
-        self._check_target(memory)
+        check_target(self.header, self._data, memory, self._name)
         n_threads = resolve_threads(threads)
         base = self._matching_base(memory, n_threads, base_hash)
         if base is None:
@@ -331,7 +342,7 @@ class Frame:
         tensor = self._encoded_beside(base, n_threads)
         status, chunk = _core.patch_base(tensor, memory, n_threads)
         if status:
-            raise self._chunk_error(chunk, STATUS_WORDS[status])
+            raise self.chunk_error(chunk, status)
 
     def prepare_patch(
         self, base: Buffer, *, base_hash: bytes | None = None, threads: int | None = None
@@ -355,7 +366,7 @@ class Frame:
             CorruptionError: as `decompress_into`.
             TypeError: not a C-contiguous buffer.
         """
-        header, n_threads = self._header, resolve_threads(threads)
+        header, n_threads = self.header, resolve_threads(threads)
         if header.base is None or header.base.dtype != header.dtype or not header.has_sum:
             return None
         units = self._matching_base(base, n_threads, base_hash)
@@ -363,31 +374,13 @@ class Frame:
         tensor = self._encoded_beside(units, n_threads)
         status, chunk, found, (low, high, replaced) = _core.prepare_patch(tensor, n_threads)
         if status:
-            raise self._chunk_error(chunk, STATUS_WORDS[status])
+            raise self.chunk_error(chunk, status)
         if base_check(replaced) != header.base.check:
             raise BaseMismatchError(
                 f"{label(self._name)}units that the frame replaces are not those of its base: "
                 "something else wrote to the base"
             )
         return Patch(found, changed_sum(header.base.content_hash, low, high))
-
-    def _check_target(self, target: ByteArray) -> None:
-        """Checks that a target of `patch_into` can hold the tensor."""
-        name = self._header.base
-        if name is not None and name.dtype != self._header.dtype:
-            raise ValueError(
-                f"{label(self._name)}a frame of {self.dtype} whose base is {name.dtype.name} "
-                "cannot be patched in place; use decompress_into"
-            )
-        if target.size != self.logical_nbytes:
-            raise ValueError(
-                f"{label(self._name)}target has {target.size} bytes, the tensor "
-                f"{self.logical_nbytes}"
-            )
-        if np.may_share_memory(target, self._data):
-            raise ValueError(
-                f"{label(self._name)}target and the frame share memory; copy the frame"
-            )
 
     def changes(
         self, base: Buffer, *, base_hash: bytes | None = None, threads: int | None = None
@@ -417,14 +410,14 @@ class Frame:
             >>> indices.tolist(), values.tolist()
             ([1023], [16777216])
         """
-        header, n_threads = self._header, resolve_threads(threads)
+        header, n_threads = self.header, resolve_threads(threads)
         units = self._matching_base(base, n_threads, base_hash)
         if units is None:
             units = unnamed_base(base, header.dtype, header.geometry)
         tensor = self._encoded_beside(units, n_threads)
         status, chunk, indices, values = _core.find_changes(tensor, n_threads)
         if status:
-            raise self._chunk_error(chunk, STATUS_WORDS[status])
+            raise self.chunk_error(chunk, status)
         wide = header.geometry.n_units >> 32 > 0
         unit = np.dtype(f"u{header.geometry.unit_nbytes}")
         return indices.view(np.uint64 if wide else np.uint32), values.view(unit)
@@ -432,7 +425,7 @@ class Frame:
     def _matching_base(
         self, base: Buffer | None, threads: int, base_hash: bytes | None = None
     ) -> Base | None:
-        header = self._header
+        header = self.header
         if header.base is None:
             return None
         try:
@@ -445,8 +438,8 @@ class Frame:
 
     def _encoded(self, base: Base | None) -> EncodedTensor | ZstdJob:
         """The frame in the form that its decoder takes: the core's, or `ZstdJob` for Zstandard."""
-        header = self._header
-        if self._has_zstd():
+        header = self.header
+        if self._opened.has_zstd:
             return ZstdJob(header, self._data, base, self._chunk_error)
         payload = self._data[header.header_nbytes :]
         return EncodedTensor(payload, header.table, header.geometry, self._side_data(), base)
@@ -470,7 +463,7 @@ class Frame:
             return
         status, chunk = _core.decode_range(tensor, start, dst, check, threads)
         if status:
-            raise self._chunk_error(chunk, STATUS_WORDS[status])
+            raise self.chunk_error(chunk, status)
 
     def payload_range(self, start: int, stop: int) -> tuple[int, int]:
         """Finds the bytes of the frame that `decompress_into` reads besides the header, for bytes
@@ -484,19 +477,10 @@ class Frame:
             First byte in the frame, and one past the last.
         """
         if start >= stop:
-            return self._header.header_nbytes, self._header.header_nbytes
-        offsets = self._header.chunk_offsets()
+            return self.header.header_nbytes, self.header.header_nbytes
+        offsets = self.header.chunk_offsets()
         first, last = start // self.chunk_nbytes, (stop - 1) // self.chunk_nbytes
         return int(offsets[first]), int(offsets[last + 1])
-
-    def _has_zstd(self) -> bool:
-        """Whether any chunk is coded by Zstandard, which is allowed for whole units only."""
-        table = self._header.table
-        if self._header.split != Split.WHOLE:
-            return False
-        if len(table) == 1:
-            return bool(table.item(0, FIRST_STREAM) >> STREAM_NBYTES_BITS == Mode.ZSTD)
-        return bool((table[:, FIRST_STREAM] >> STREAM_NBYTES_BITS == int(Mode.ZSTD)).any())
 
     def pieces(
         self,
@@ -568,7 +552,7 @@ class Frame:
 
     def _side_data(self) -> Side | None:
         """The side data, decoded at the first call; if two threads make that call, both decode."""
-        header = self._header
+        header = self.header
         if not header.n_row_dims:
             return None
         n_rows, n_columns = header.matrix
@@ -580,10 +564,34 @@ class Frame:
                 raise self._error(f"side data: {error}", 52) from error
         return Side(self._side, n_rows)
 
+    @property
+    def opened(self) -> OpenFrame:
+        """The frame in the form that the core takes."""
+        return self._opened
+
+    def chunk_error(self, chunk: int, status: int) -> CorruptionError:
+        """The error for a fault that the core found in a chunk.
+
+        Args:
+            chunk: the number of the chunk.
+            status: the fault, a `layout.Status`.
+
+        Returns:
+            The error, which names the tensor, the chunk and its place.
+        """
+        return self._chunk_error(chunk, STATUS_WORDS[status])
+
     def _chunk_error(self, chunk: int, words: str) -> CorruptionError:
         return self._error(
-            f"chunk {chunk} of {self.n_chunks}: {words}", self._header.chunk_offset(chunk)
+            f"chunk {chunk} of {self.n_chunks}: {words}", self.header.chunk_offset(chunk)
         )
 
     def _error(self, words: str, at: int) -> CorruptionError:
         return CorruptionError(f"{label(self._name)}byte {self._offset + at}: {words}")
+
+
+def new_frame(
+    data: ByteArray, name: str | None, plan: Plan | Callable[[FrameHeader], Plan] | None = None
+) -> Frame:
+    """The frame that was written to `data`. Its plan may be made from its header, at first use."""
+    return Frame(data, open_frame(data, name, 0, None), name, 0, plan)

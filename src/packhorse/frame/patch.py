@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from packhorse._core import TensorPatch
-from packhorse.codecs.base import as_writable_bytes
+from packhorse.codecs.base import ByteArray, as_writable_bytes
+from packhorse.frame.header import FrameHeader, label
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["Patch"]
+__all__ = ["Patch", "check_target"]
 
 
 class Patch(NamedTuple):
@@ -55,3 +58,28 @@ class Patch(NamedTuple):
             ValueError: it is not as long as the tensor.
         """
         self.changes.write(as_writable_bytes(target, "target"), threads)
+
+
+def check_target(
+    header: FrameHeader, frame: ByteArray, target: ByteArray, name: str | None
+) -> None:
+    """Checks that a target of `Frame.patch_into` can hold the tensor.
+
+    Args:
+        header: the frame's header.
+        frame: the bytes of the frame.
+        target: the target.
+        name: the tensor's name, for messages.
+
+    Raises:
+        ValueError: it cannot, or it shares memory with the frame.
+    """
+    if header.base is not None and header.base.dtype != header.dtype:
+        raise ValueError(
+            f"{label(name)}a frame of {header.dtype.name} whose base is {header.base.dtype.name} "
+            "cannot be patched in place; use decompress_into"
+        )
+    if target.size != header.nbytes:
+        raise ValueError(f"{label(name)}target has {target.size} bytes, the tensor {header.nbytes}")
+    if np.may_share_memory(target, frame):
+        raise ValueError(f"{label(name)}target and the frame share memory; copy the frame")

@@ -6,7 +6,10 @@ Nothing here encodes. Plans come from samples of the tensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from packhorse._core import Geometry
 from packhorse.arguments import resolve_level
@@ -15,18 +18,24 @@ from packhorse.codecs.plan import Plan, choose_plan
 from packhorse.codecs.side import side_capacity
 from packhorse.codecs.source import Source, natural_geometry
 from packhorse.frame.base import checked_base, plan_delta
-from packhorse.frame.header import checked_nbytes, frame_header_nbytes, padded
-from packhorse.layout import DType, Level
+from packhorse.frame.header import FrameHeader, checked_nbytes, frame_header_nbytes, padded
+from packhorse.layout import (
+    FIRST_STREAM,
+    STREAM_NBYTES_BITS,
+    STREAM_NBYTES_MASK,
+    DType,
+    Level,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = [
-    "capacity_of",
     "checked_source",
     "max_frame_nbytes",
     "max_header_nbytes",
     "plan_buffer",
+    "plan_of",
     "planned_frame_nbytes",
 ]
 
@@ -51,28 +60,41 @@ def max_frame_nbytes(dtype: str, shape: Sequence[int]) -> int:
         >>> frame.nbytes <= len(memory)
         True
     """
-    row, nbytes = checked_nbytes(dtype, shape)
-    return capacity_of(row, shape, natural_geometry(row, nbytes))
+    form = _form_of(dtype, tuple(shape))
+    return form.header_capacity + padded(form.geometry.nbytes)
 
 
 def max_header_nbytes(dtype: str, shape: Sequence[int]) -> int:
     """Returns the length of the longest header of a frame of a tensor of this dtype and shape, for
     frames that this release makes."""
+    return _form_of(dtype, tuple(shape)).header_capacity
+
+
+class _Form(NamedTuple):
+    """What follows from the dtype and the shape of a tensor. No plan has more chunks or planes than
+    its natural geometry.
+
+    Attributes:
+        dtype: the dtype.
+        geometry: the natural geometry.
+        header_capacity: bytes of the longest header.
+    """
+
+    dtype: DType
+    geometry: Geometry
+    header_capacity: int
+
+
+# The tensors of a model have few shapes, and checking one takes as long as packing a short tensor.
+@lru_cache(maxsize=4096)
+def _form_of(dtype: str, shape: tuple[int, ...]) -> _Form:
     row, nbytes = checked_nbytes(dtype, shape)
-    return _header_capacity(row, shape, natural_geometry(row, nbytes))
-
-
-def capacity_of(row: DType, shape: Sequence[int], natural: Geometry) -> int:
-    """Like `max_frame_nbytes`, for a tensor that has been checked. No plan has more chunks or
-    planes than its natural geometry."""
-    return _header_capacity(row, shape, natural) + padded(natural.nbytes)
-
-
-def _header_capacity(row: DType, shape: Sequence[int], natural: Geometry) -> int:
+    natural = natural_geometry(row, nbytes)
     side_nbytes = side_capacity(row, shape)
-    return frame_header_nbytes(
+    header_nbytes = frame_header_nbytes(
         len(shape), natural.n_chunks, natural.n_planes, side_nbytes, has_base=True
     )
+    return _Form(row, natural, header_nbytes)
 
 
 def plan_buffer(
@@ -144,6 +166,20 @@ def planned_frame_nbytes(plan: Plan, dtype: str, shape: Sequence[int]) -> int:
     return header_nbytes + n_chunks * padded(-(-payload // max(n_chunks, 1)))
 
 
+def plan_of(header: FrameHeader) -> Plan:
+    """The plan of a frame that the core packed without one: the sizes are those of the frame."""
+    streams = header.table[:, FIRST_STREAM:]
+    lengths = (streams & STREAM_NBYTES_MASK).astype(np.int64)
+    longest = lengths.argmax(axis=0)
+    planes = tuple(
+        (int(streams[longest[p], p]) >> STREAM_NBYTES_BITS, int(lengths[:, p].sum()))
+        for p in range(header.n_planes)
+    )
+    return Plan(
+        header.geometry, Level(header.level), False, sum(nbytes for _, nbytes in planes), planes
+    )
+
+
 def checked_source(src: Buffer, dtype: str, shape: Sequence[int]) -> Source:
     """Checks a tensor that a caller gives.
 
@@ -151,8 +187,9 @@ def checked_source(src: Buffer, dtype: str, shape: Sequence[int]) -> Source:
         TypeError: the buffer is not C-contiguous.
         ValueError: unknown dtype, or the buffer is not as long as dtype and shape say.
     """
-    row, nbytes = checked_nbytes(dtype, shape)
+    sizes = tuple(shape)
+    row, geometry, _ = _form_of(dtype, sizes)
     data = as_bytes(src, "src")
-    if data.size != nbytes:
-        raise ValueError(f"{dtype} of shape {tuple(shape)} has {nbytes} bytes, src {data.size}")
-    return Source(data, row, tuple(shape), natural_geometry(row, nbytes))
+    if data.size != geometry.nbytes:
+        raise ValueError(f"{dtype} of shape {sizes} has {geometry.nbytes} bytes, src {data.size}")
+    return Source(data, row, sizes, geometry)

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from packhorse.arguments import resolve_threads
 from packhorse.codecs.base import as_bytes
-from packhorse.errors import (
-    BaseMismatchError,
-    ChangedError,
-    CompatibilityError,
-    CorruptionError,
-    blaming,
-)
+from packhorse.errors import CorruptionError, blaming
 from packhorse.frame.compress import compress_buffer
 from packhorse.frame.frame import Frame
+from packhorse.frame.many import BLAMED, PackJob, UnpackJob, compress_many, decompress_many
 from packhorse.framework import Framework
 from packhorse.layout import Level
-from packhorse.threads import map_tensors
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["call_for_each", "check_limit", "compress_tensor", "decompress_tensor", "read_frames"]
+__all__ = [
+    "check_limit",
+    "compress_tensor",
+    "compress_tensors",
+    "decompress_tensor",
+    "decompress_tensors",
+    "read_frames",
+]
 
-_Result = TypeVar("_Result")
-_BLAMED = (
-    CorruptionError, CompatibilityError, BaseMismatchError, TypeError, ValueError, ChangedError
-)  # fmt: skip
+# The most bytes of copies, of tensors that cannot be read where they are, at a time.
+_COPIED_NBYTES = 1 << 28
 
 
 def compress_tensor(
@@ -77,55 +75,106 @@ def decompress_tensor(
     return tensor
 
 
-def call_for_each(
-    call: Callable[[Any, Any, Any, int], _Result],
-    items: Iterable[Any],
+def compress_tensors(
+    framework: Framework,
+    tensors: Iterable[Any],
+    *,
+    level: Level | str,
+    threads: int | None,
+    outs: Sequence[Buffer] | None,
+    bases: Sequence[Any] | None,
+    what: str,
+) -> list[Frame]:
+    """Packs many tensors; arguments and errors as for `packhorse.numpy.compress_all`. `what` is the
+    word for a tensor in messages."""
+    tensors = list(tensors)
+    _check_members(tensors, outs, bases, what, framework)
+    frames: list[Frame] = []
+    jobs: list[PackJob] = []
+    copied = 0
+
+    def name(k: int) -> str:
+        return f"{what} {len(frames) + k}"
+
+    def flush() -> None:
+        frames.extend(compress_many(jobs, level=level, threads=threads, name_of=name))
+        jobs.clear()
+
+    for i, tensor in enumerate(tensors):
+        with_copy = not framework.is_readable_in_place(tensor)
+        copied += getattr(tensor, "nbytes", 0) if with_copy else 0
+        if copied > _COPIED_NBYTES and jobs:
+            flush()
+            copied = tensor.nbytes if with_copy else 0
+        try:
+            base = None if bases is None else bases[i]
+            of_base = (None, None) if base is None else framework.readable(base)[:2]
+            out = None if outs is None else outs[i]
+            jobs.append(PackJob(*framework.readable(tensor), out, None, *of_base))
+        except BLAMED as error:
+            raise type(error)(f"{what} {i}: {error}") from error
+    flush()
+    return frames
+
+
+def decompress_tensors(
+    framework: Framework,
+    frames: Sequence[Frame],
+    *,
+    outs: Sequence[Any] | None,
+    threads: int | None,
+    bases: Sequence[Any] | None,
+) -> list[Any]:
+    """Unpacks many frames to host memory; arguments and errors as for
+    `packhorse.numpy.decompress_all`."""
+    _check_members(frames, outs, bases, "frame", framework)
+    tensors, jobs, direct = [], [], []
+    for i, frame in enumerate(frames):
+        try:
+            if outs is not None:
+                framework.check_out(outs[i], frame.dtype, frame.shape)
+            tensors.append(framework.empty(frame.dtype, frame.shape) if outs is None else outs[i])
+            base = None if bases is None or bases[i] is None else framework.readable(bases[i])[0]
+        except BLAMED as error:
+            raise type(error)(f"frame {i}: {error}") from error
+        memory = framework.memory(tensors[i])
+        if memory is not None:
+            jobs.append(UnpackJob(frame, memory, base))
+            direct.append(i)
+    try:
+        decompress_many(jobs, threads=threads, name_of=lambda k: f"frame {direct[k]}")
+    finally:
+        for i in direct:
+            framework.mark_written(tensors[i])
+    for i in sorted(set(range(len(frames))) - set(direct)):  # elements of less than a byte
+        base = None if bases is None else bases[i]
+        with blaming(f"frame {i}", BLAMED):
+            decompress_tensor(framework, frames[i], out=tensors[i], threads=threads, base=base)
+    return tensors
+
+
+def _check_members(
+    items: Sequence[Any],
     outs: Sequence[Any] | None,
     bases: Sequence[Any] | None,
-    *,
-    threads: int | None,
     what: str,
     framework: Framework,
-) -> list[_Result]:
-    """Makes a call for each item, in several threads, and returns the results.
-
-    Args:
-        call: takes an item, its memory or None, its base or None, and how many threads to use.
-        items: tensors or frames.
-        outs: memory for each item; None for new memory.
-        bases: the base of each item; None for no bases.
-        threads: the number of threads; None for one per core, at most 8.
-        what: the word for an item in messages.
-        framework: the framework of the tensors.
+) -> None:
+    """Refuses lists that do not fit each other.
 
     Raises:
         ValueError: there are more or fewer `outs` or `bases` than items, or one of `outs` shares
             memory with another, with an item or with a base. Nothing is written then.
-        Exception: what a call raised; its message names the item.
     """
-    items = list(items)
-    given = {"outs": outs, "bases": bases}
-    for name, members in given.items():
+    for name, members in (("outs", outs), ("bases", bases)):
         if members is not None and len(members) != len(items):
             raise ValueError(f"{name} has {len(members)} members; there are {len(items)} {what}s")
-
-    if outs is not None:
-        spans = [_Span.of(f"outs[{i}]", out, framework, True) for i, out in enumerate(outs)]
-        spans += [_Span.of(f"{what} {i}", item, framework) for i, item in enumerate(items)]
-        spans += [_Span.of(f"bases[{i}]", base, framework) for i, base in enumerate(bases or ())]
-        _refuse_overlaps([span for span in spans if span is not None])
-
-    def work(i: int, n_threads: int) -> _Result:
-        out, base = (None if members is None else members[i] for members in given.values())
-        with blaming(f"{what} {i}", _BLAMED):
-            return call(items[i], out, base, n_threads)
-
-    # An item without a size is not a tensor; the call refuses it.
-    sizes = [
-        item.logical_nbytes if isinstance(item, Frame) else getattr(item, "nbytes", 0)
-        for item in items
-    ]
-    return map_tensors(work, sizes, resolve_threads(threads))
+    if outs is None:
+        return
+    spans = [_Span.of(f"outs[{i}]", out, framework, True) for i, out in enumerate(outs)]
+    spans += [_Span.of(f"{what} {i}", item, framework) for i, item in enumerate(items)]
+    spans += [_Span.of(f"bases[{i}]", base, framework) for i, base in enumerate(bases or ())]
+    _refuse_overlaps([span for span in spans if span is not None])
 
 
 class _Span(NamedTuple):
@@ -186,7 +235,7 @@ def read_frames(frames: Iterable[Frame | Buffer], max_nbytes: int | None) -> lis
     """
     read = []
     for i, frame in enumerate(frames):
-        with blaming(f"frame {i}", _BLAMED):
+        with blaming(f"frame {i}", BLAMED):
             read.append(frame if isinstance(frame, Frame) else Frame.from_buffer(frame))
     nbytes = sum(frame.logical_nbytes for frame in read)
     if max_nbytes is not None and nbytes > max_nbytes:

@@ -20,7 +20,7 @@ from packhorse import _core
 from packhorse.codecs.base import STATUS_WORDS, ByteArray, as_bytes
 from packhorse.errors import CorruptionError, MissingBackendError
 from packhorse.frame import Frame
-from packhorse.frame.header import FrameHeader, label, read_header
+from packhorse.frame.header import FrameHeader, header_of, label, open_frame
 from packhorse.gpu.plans import ChunkPlan, plan_chunks, why_unsupported
 from packhorse.layout import CHUNK_CRC, Split, Status
 
@@ -82,7 +82,7 @@ def decode_frame(
         TypeError: the frame is not a C-contiguous buffer, or PyTorch lacks the dtype.
     """
     data = as_bytes(frame, "frame")
-    header = read_header(data, name, 0, None)
+    header = header_of(open_frame(data, name, 0, None))
     if header.dtype.name not in TORCH_DTYPES:
         raise TypeError(f"{label(name)}PyTorch has no dtype for {header.dtype.name}")
     target = torch.device(device)

@@ -16,6 +16,7 @@ from packhorse.codecs.base import ByteArray
 from packhorse.codecs.content import content_hash
 from packhorse.errors import ChangedError, PackhorseError
 from packhorse.frame import Frame, compress_buffer, max_frame_nbytes
+from packhorse.frame.many import PackJob, compress_many
 from packhorse.layout import Level
 from packhorse.storage.frames.base_cache import BaseCache
 from packhorse.storage.frames.frame_store import FrameBatch, FrameStore, NewFrame
@@ -195,11 +196,17 @@ class FramePacker:
         frames: dict[int, Frame] = {}
         self._fetch(bases)
         for part in ([job for job in jobs if job.number not in numbers], late):
-            sizes = [items[job.number].data.size for job in part]
-            work = partial(self._frame, items, part, digests)
-            for job, frame in zip(
-                part, map_tensors(work, sizes, self._options.threads), strict=True
-            ):
+            alone = [job for job in part if job.base is None and job.master is None]
+            rest = [job for job in part if job.base is not None or job.master is not None]
+            made = compress_many(
+                [_pack_job(items[job.number], job.room) for job in alone],
+                level=self._options.level,
+                threads=self._options.threads,
+            )
+            sizes = [items[job.number].data.size for job in rest]
+            work = partial(self._frame, items, rest, digests)
+            made += map_tensors(work, sizes, self._options.threads)
+            for job, frame in zip(alone + rest, made, strict=True):
                 frames[job.number] = frame
                 digests[job.number] = frame.content_hash
         self._store.release(bases)
@@ -246,6 +253,12 @@ class FramePacker:
                 return None
             raise
         return data
+
+
+def _pack_job(item: Item, room: ByteArray) -> PackJob:
+    """A tensor that is packed without a base."""
+    spec = item.spec
+    return PackJob(item.data, spec.dtype, spec.shape, room, shortened(spec.name))
 
 
 class _Job(NamedTuple):
