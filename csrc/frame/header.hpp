@@ -311,7 +311,7 @@ inline void write_plain_header(const PlainHeader& header, std::size_t header_nby
     const std::size_t table_end =
         table_at + 4 * header.geometry.n_chunks() * header.geometry.row_length();
     store(dst, kFrameMagicNumber);
-    dst[4] = 1;  // the first version has all modes that need no base
+    dst[4] = 1;  // the first version has all modes of split units without a base
     dst[5] = static_cast<uint8_t>(header.dtype_code);
     dst[6] = static_cast<uint8_t>(n_dims);
     dst[7] = static_cast<uint8_t>(header.geometry.split);

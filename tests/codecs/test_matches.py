@@ -100,10 +100,10 @@ def test_what_repeats_or_rises_is_packed_by_matches(kind: str, dtype: str, most:
 def test_kernels_leave_matches_to_the_host() -> None:
     frame = Frame.from_buffer(bytes(SMALL["matches"]()))
     table = np.array([[0, Mode.MATCHES << 24 | 90]], np.uint32)
-    assert "8 bytes that are not split" in (why_unsupported(table, frame._header.geometry) or "")
+    assert "8 bytes that are not split" in (why_unsupported(table, frame.header.geometry) or "")
     data = make_data("ids", "BOOL", 5000)
     frame = matched(data, "BOOL", Level.DEFAULT)
-    reason = why_unsupported(frame._header.table, frame._header.geometry)
+    reason = why_unsupported(frame.header.table, frame.header.geometry)
     assert reason == "a plane of mode matches"
 
 

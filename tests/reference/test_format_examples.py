@@ -26,6 +26,7 @@ EXPECTED_MODES = {
     "delta": {Mode.DELTA},
     "delta-equal": {Mode.DELTA},
     "sparse-delta": {Mode.SPARSE_DELTA},
+    "matches": {Mode.MATCHES},
 }
 
 
