@@ -12,6 +12,11 @@ The command prints the medians and the best of the rounds, in GB/s of elements:
 - **plane-encode** and **plane-decode** are rANS on plane 0 of one chunk, from the middle of
   the data, which stays in the cache; `docs/decisions.md` calls these figures *loop*.
 
+`--stages` shows instead where the encoder's time goes at level default: microseconds a chunk, and
+cycles an element, of each stage; with `--elements N` of one tensor of N elements, which stays in
+the cache. The stages are called one by one, and nothing is fetched ahead, so they add up to more
+than a call.
+
 `--chunk-log` and `--level` show the cost of a choice. Chunks that are smaller than the leaves of
 the content hash, 256 KiB, are hashed one by one. To compare variants of the code, run the command
 in two checkouts, in turn.
@@ -56,6 +61,7 @@ FLAGS = (
 )
 ROUNDS = 7
 COUNTED_MB = 4  # counting is slow, and a few chunks say the same as many
+STAGE_ROUNDS = 15
 
 
 class Kind(NamedTuple):
@@ -143,7 +149,13 @@ def main(argv: list[str]) -> int:
     isa = Isa[args.isa.upper()] if args.isa else best_isa()
     level = Level[args.level.upper()]
     chunk_log = args.chunk_log or _chunk_log(kind, level)
+    if args.elements:
+        array, chunk_log = _middle(array, args.elements), _whole_log(chunk_log, args.elements)
     try:
+        if args.stages:
+            print(f"{machine.describe()['cpu']}, {isa.name.lower()}, {kind.data}\n")
+            print(table_of_stages(build(compiler), array, kind.unit_nbytes, chunk_log, isa))
+            return 0
         packed_nbytes, timings = measure(
             build(compiler), array, kind.unit_nbytes, chunk_log, level, isa, args.rounds
         )
@@ -194,6 +206,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--isa", choices=[isa.name.lower() for isa in Isa], help="default: best")
     parser.add_argument("--chunk-log", type=int, metavar="N", help="log2 of the units of a chunk")
     parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N")
+    parser.add_argument("--stages", action="store_true", help="time the stages of the encoder")
+    parser.add_argument("--elements", type=int, metavar="N", help="only N from the middle")
     parser.add_argument("--first-mb", type=int, metavar="N", help="only the first N MB of the set")
     parser.add_argument("--count", action="store_true", help="count instructions of ARM instead")
     return parser.parse_args(argv)
@@ -203,6 +217,16 @@ def _chunk_log(kind: Kind, level: Level) -> int:
     if level is Level.MAX:
         return (MAX_CHUNK_NBYTES // kind.unit_nbytes).bit_length() - 1
     return kind.chunk_log
+
+
+def _middle(array: "np.ndarray[Any, Any]", n_elements: int) -> "np.ndarray[Any, Any]":
+    first = max(0, (array.size - n_elements) // 2)
+    return array[first : first + n_elements]
+
+
+def _whole_log(chunk_log: int, n_elements: int) -> int:
+    """A tensor of at most one and a half chunks is one chunk."""
+    return chunk_log + (1 << chunk_log < n_elements <= 3 << (chunk_log - 1))
 
 
 def best_isa() -> Isa:
@@ -327,6 +351,49 @@ def _read(printed: str) -> tuple[int, dict[str, Timing]]:
         name: Timing(int(nbytes), [float(word) for word in seconds])
         for name, nbytes, *seconds in lines[1:]
     }
+
+
+def table_of_stages(
+    program: Path,
+    array: "np.ndarray[Any, Any]",
+    unit_nbytes: int,
+    chunk_log: int,
+    isa: Isa,
+    rounds: int = STAGE_ROUNDS,
+) -> str:
+    """Time the stages of the encoder.
+
+    Args:
+        program: the result of `build`.
+        array: floats, which are packed as one tensor.
+        unit_nbytes: bytes of one of them.
+        chunk_log: log2 of the elements of a chunk.
+        isa: the code path.
+        rounds: how often everything is timed; the best counts.
+
+    Returns:
+        A table: microseconds a chunk and cycles an element by stage, then those of a whole call.
+
+    Raises:
+        subprocess.CalledProcessError: the program refuses its arguments; `stderr` says why.
+    """
+    with tempfile.TemporaryDirectory() as folder, cores(1):
+        source = Path(folder) / "source"
+        array.tofile(source)
+        numbers = (unit_nbytes, SPLIT, chunk_log, int(Level.DEFAULT), int(isa), rounds)
+        command = [str(program), str(source), "-", *map(str, numbers)]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+    found = {name: float(number) for name, number in map(str.split, done.stdout.splitlines())}
+    chunks, cycles = found.pop("chunks"), found.pop("cycles")
+    lines = [
+        f"| stage | us a chunk | cycles an element, at {cycles / 1e9:.2f} GHz |",
+        "|---|--:|--:|",
+    ]
+    lines += [
+        f"| {name} | {seconds / chunks * 1e6:.2f} | {seconds * cycles / array.size:.2f} |"
+        for name, seconds in found.items()
+    ]
+    return "\n".join([*lines, f"\n{array.nbytes / found['whole-call'] / 1e9:.2f} GB/s"])
 
 
 def first_plane(

@@ -1,12 +1,16 @@
 // Times the C++ core alone, without Python; `benchmarks/core.py` compiles and runs this program.
 //
 //     core SOURCE PLANE UNIT_NBYTES SPLIT CHUNK_LOG LEVEL ISA ROUNDS
+//     core SOURCE - UNIT_NBYTES SPLIT CHUNK_LOG LEVEL ISA ROUNDS
 //
 // SOURCE is a file of elements, which are encoded as one tensor; PLANE is a file of bytes, one
 // plane of one chunk, which stays in the cache. Every round trip is checked bit for bit, and
 // against the portable loops, before it is timed. The program prints a line for each operation that
 // it timed: its name, the number of bytes to compute speeds from, and the processor seconds of each
 // round. It runs one thread.
+//
+// With "-" for a plane, it times the stages of encoding instead, at level default, and prints for
+// each its name and the best seconds of a round; before them the chunks, and the cycles a second.
 #include <cstdio>
 #include <cstdlib>
 #include <ctime>
@@ -149,8 +153,186 @@ void time_plane(const std::vector<uint8_t>& plane, int rounds, Isa isa) {
     time_rounds("plane-decode", kCalls * plane.size(), rounds, often(decode));
 }
 
+double now() {
+    timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
+
+// Cycles a second, from a chain of products: each takes three cycles on the processors that we
+// know.
+double cycles_a_second() {
+    double best = 1;
+    uint64_t x = 3;
+    for (int round = 0; round < 20; ++round) {
+        const double begun = now();
+        for (int i = 0; i < 100'000; ++i) {
+            x *= x;
+            asm volatile("" : "+r"(x));
+        }
+        best = std::min(best, now() - begun);
+    }
+    return 300'000 / best;
+}
+
+// What encode_chunk() does to planes that are coded by plain rANS or stored, stage by stage. The
+// stages are the functions of the core; only the order in which they are called is repeated here.
+class StageClock {
+  public:
+    enum Stage {
+        kSplit,
+        kLook,
+        kCount,
+        kPalette,
+        kModel,
+        kTables,
+        kCodes,
+        kRounds,
+        kRaw,
+        kCopy,
+        kChecksum,
+        kStages
+    };
+
+    StageClock(const std::vector<uint8_t>& source, const Geometry& geometry, Isa isa)
+        : source_(source),
+          geometry_(geometry),
+          isa_(isa),
+          worker_(geometry, false, false, false),
+          payload_(round_up(source.size(), kFrameAlignment) + kFrameAlignment),
+          digests_(16 * n_leaves(source.size())),
+          tail_(kXxh3LongMinNbytes) {}
+
+    // The seconds of each stage for the whole tensor.
+    std::vector<double> round() {
+        seconds_.assign(kStages, 0);
+        std::size_t used = 0;
+        for (std::size_t chunk = 0; chunk < geometry_.n_chunks(); ++chunk)
+            used += encode(chunk, payload_.data() + used);
+        return seconds_;
+    }
+
+  private:
+    std::size_t encode(std::size_t chunk, uint8_t* dst) {
+        const std::size_t n = geometry_.units_of(chunk), at = chunk * geometry_.chunk_nbytes();
+        const PlaneSpec& spec = geometry_.spec;
+        const ContentLeaves leaves = ContentLeaves{digests_.data(), tail_.data()}.from(at);
+        uint8_t* planes[kMaxPlanes];
+        for (uint32_t p = 0; p < spec.n_planes; ++p)
+            planes[p] = p > 0 ? dst + (p - 1) * n : worker_.scratch.planes[p];
+        begun_ = now();
+        ChunkSource{source_.data() + at, &leaves}.split_to(n, spec, planes, isa_);
+        end(kSplit);
+        std::size_t used = (spec.n_planes - 1) * n;
+        for (uint32_t p = 0; p < spec.n_planes; ++p)
+            if (choose(planes[p], n, worker_.scratch.choices[p]))
+                used += write(planes[p], n, worker_.scratch.choices[p], dst + used);
+        const std::size_t padded = round_up(std::min(used, n * spec.unit_nbytes), kFrameAlignment);
+        checksum_ = checksum_ ^ crc32c(dst, padded, isa_);
+        end(kChecksum);
+        return padded;
+    }
+
+    // Whether the plane is coded.
+    bool choose(const uint8_t* plane, std::size_t n, PlaneChoice& choice) {
+        const LevelSpec spec = level_spec(Level::kDefault);
+        const std::size_t worth = n - (n >> spec.min_saving_log);
+        Histogram histogram;
+        count_bytes(plane, n, sample_log_for(n, kGlanceUnits), histogram);
+        const bool is_noise = scale_cost(entropy_cost(histogram), histogram.total, n) >= worth;
+        end(kLook);
+        if (is_noise) return false;
+        count_bytes(plane, n, sample_log_for(n, spec.sample_units), histogram);
+        end(kCount);
+        palette_estimate(histogram, n, spec.palette_raw_bits, choice.palette);
+        end(kPalette);
+        choice.mode = Mode::kRans;
+        const std::size_t nbytes = rans_estimate(histogram, n, worth, choice.models[0]);
+        end(kModel);
+        return nbytes < worth;
+    }
+
+    std::size_t write(const uint8_t* plane, std::size_t n, const PlaneChoice& choice,
+                      uint8_t* dst) {
+        const RansModel& model = choice.models[0];
+        const uint32_t lanes_log = choose_lanes_log(n);
+        RansEncodeTables& tables = *worker_.scratch.tables;
+        fill_encode_tables(model, n, lanes_log, isa_, tables);
+        end(kTables);
+        uint8_t* const words_end = worker_.scratch.words + 2 * n + kPlaneSlack;
+        uint8_t* const escapes_end = worker_.scratch.escapes + n;
+        RansEncoded encoded{{}, words_end, escapes_end};
+        std::fill(std::begin(encoded.states), std::end(encoded.states), kStateLowerBound);
+        for_each_segment(
+            plane, n, model, encoded, isa_, [&](const uint8_t* codes, std::size_t run) {
+                end(kCodes);
+                encode_segment(codes, run, model, tables, lanes_log, encoded, ahead_, isa_);
+                end(kRounds);
+            });
+        const RawBits raw{model.raw_bits, used_bits(plane, n, (1u << model.raw_bits) - 1)};
+        const auto n_escapes = static_cast<std::size_t>(escapes_end - encoded.escapes);
+        const auto words_nbytes = static_cast<std::size_t>(words_end - encoded.words);
+        uint8_t* at = write_rans_header(choice, raw, lanes_log, n_escapes, dst);
+        std::memcpy(at, encoded.states, std::size_t{4} << lanes_log);
+        at = write_raw_bits(plane, n, raw, at + (std::size_t{4} << lanes_log), isa_);
+        end(kRaw);
+        std::memcpy(at, encoded.escapes, n_escapes);
+        std::memcpy(at + n_escapes, encoded.words, words_nbytes);
+        end(kCopy);
+        return static_cast<std::size_t>(at - dst) + n_escapes + words_nbytes;
+    }
+
+    void end(Stage stage) {
+        const double time = now();
+        seconds_[stage] += time - begun_;
+        begun_ = time;
+    }
+
+    const std::vector<uint8_t>& source_;
+    const Geometry& geometry_;
+    Isa isa_;
+    EncodeWorker worker_;
+    std::vector<uint8_t> payload_, digests_, tail_;
+    std::vector<double> seconds_;
+    Ahead ahead_;
+    double begun_ = 0;
+    volatile uint32_t checksum_ = 0;
+};
+
+constexpr const char* kStageNames[StageClock::kStages] = {
+    "split-and-hash", "first-look", "histogram", "palette", "model",   "tables",
+    "codes",          "rounds",     "raw-bits",  "copy",    "checksum"};
+
+// Times the stages of a tensor, and whole calls for it. Small tensors are encoded often enough that
+// a round takes about a millisecond.
+void time_stages(const std::vector<uint8_t>& source, const Geometry& geometry, int rounds,
+                 Isa isa) {
+    const std::size_t calls = std::max<std::size_t>(1, 4'000'000 / source.size());
+    StageClock clock(source, geometry, isa);
+    Tensor tensor(source, geometry, Level::kDefault);
+    std::vector<double> best(StageClock::kStages, 1e9);
+    double whole = 1e9;
+    for (int round = 0; round < rounds; ++round) {
+        std::vector<double> sums(StageClock::kStages, 0);
+        for (std::size_t call = 0; call < calls; ++call) {
+            const std::vector<double> seconds = clock.round();
+            for (std::size_t s = 0; s < sums.size(); ++s) sums[s] += seconds[s];
+        }
+        const std::clock_t begun = std::clock();
+        for (std::size_t call = 0; call < calls; ++call) tensor.encode(isa);
+        whole = std::min(whole, static_cast<double>(std::clock() - begun) / CLOCKS_PER_SEC);
+        for (std::size_t s = 0; s < sums.size(); ++s) best[s] = std::min(best[s], sums[s]);
+    }
+    std::printf("chunks %zu\ncycles %.9g\n", geometry.n_chunks(), cycles_a_second());
+    for (std::size_t s = 0; s < best.size(); ++s)
+        std::printf("%s %.9g\n", kStageNames[s], best[s] / static_cast<double>(calls));
+    std::printf("whole-call %.9g\n", whole / static_cast<double>(calls));
+}
+
 int run(char** words) {
-    const std::vector<uint8_t> source = read_file(words[1]), plane = read_file(words[2]);
+    const bool stages = std::string(words[2]) == "-";
+    const std::vector<uint8_t> source = read_file(words[1]);
+    const std::vector<uint8_t> plane = stages ? std::vector<uint8_t>() : read_file(words[2]);
     const auto unit_nbytes = static_cast<uint32_t>(std::atoi(words[3]));
     const int split = std::atoi(words[4]), rounds = std::atoi(words[8]);
     const auto chunk_log = static_cast<uint32_t>(std::atoi(words[5]));
@@ -160,6 +342,10 @@ int run(char** words) {
     const char* fault = geometry_fault(unit_nbytes, split, chunk_log, source.size());
     if (fault != nullptr) fail(fault);
     const Geometry geometry(unit_nbytes, split, chunk_log, source.size());
+    if (stages) {
+        time_stages(source, geometry, rounds, isa);
+        return 0;
+    }
     Tensor tensor(source, geometry, level);
     time_tensor(tensor, source.size(), rounds, isa);
     time_plane(plane, rounds, isa);

@@ -15,22 +15,23 @@ namespace packhorse {
 enum class Level : int { kFast = 1, kDefault = 2, kMax = 3 };
 
 struct LevelSpec {
-    bool entropy;               // rANS allowed
-    uint32_t sample_units;      // units that a model is made from
-    uint32_t min_saving_log;    // a plane is coded if that saves more than 1 part in 2^this
-    uint32_t lead_saving_log;   // the same for letting plane 0 lead plane 1
-    uint32_t palette_raw_bits;  // raw bits tried for palettes
-    uint32_t shift_slack_log;   // differences may take 1 part in 2^this more than at the best shift
+    bool entropy;                // rANS allowed
+    uint32_t sample_units;       // units that a model is made from
+    uint32_t min_saving_log;     // a plane is coded if that saves more than 1 part in 2^this
+    uint32_t lead_saving_log;    // the same for letting plane 0 lead plane 1
+    uint32_t lead_sample_units;  // units that the classes of a led plane are made from
+    uint32_t palette_raw_bits;   // raw bits tried for palettes
+    uint32_t shift_slack_log;  // differences may take 1 part in 2^this more than at the best shift
 };
 
 constexpr LevelSpec level_spec(Level level) {
     switch (level) {
         case Level::kFast:
-            return {false, 4096, 5, 0, 6, 5};
+            return {false, 4096, 5, 0, 0, 6, 5};
         case Level::kDefault:
-            return {true, 16384, 5, 7, 0, 5};
+            return {true, 16384, 5, 7, 65536, 0, 5};
         default:
-            return {true, ~0u, 10, 16, 0, 63};
+            return {true, ~0u, 10, 16, ~0u, 0, 63};
     }
 }
 
@@ -68,6 +69,9 @@ inline std::size_t rans_estimate(const Histogram& histogram, std::size_t n, std:
     return kModelOffset + (std::size_t{3} << choose_lanes_log(n)) + nbytes;
 }
 
+// Mantissas are most of the data and do not compress: a small sample is enough to see that.
+constexpr std::size_t kGlanceUnits = 1024;
+
 // Chooses a mode for a plane of `n` units. The caller gives `n_there` of them: all, or a sample.
 // Returns the estimated bytes, or `n` if storing the plane is best.
 inline std::size_t choose_mode(const uint8_t* plane, std::size_t n_there, std::size_t n,
@@ -78,12 +82,10 @@ inline std::size_t choose_mode(const uint8_t* plane, std::size_t n_there, std::s
     const LevelSpec spec = level_spec(level);
     const std::size_t worth = n - (n >> spec.min_saving_log);
     Histogram histogram;
-    // Mantissas are most of the data and do not compress: a small sample is enough to see that.
-    constexpr uint32_t glance = 1024;
     const uint32_t sample_log = sample_log_for(n_there, spec.sample_units);
     uint32_t counted_log = ~0u;
     if (level != Level::kMax) {
-        counted_log = sample_log_for(n_there, glance);
+        counted_log = sample_log_for(n_there, kGlanceUnits);
         count_bytes(plane, n_there, counted_log, histogram);
         if (scale_cost(entropy_cost(histogram), histogram.total, n) >= worth) return n;
     }
@@ -159,23 +161,31 @@ constexpr uint32_t kMaxLeadGroups = 48;
 
 // How often each symbol of a plane occurs with each group of neighbouring values of the lead.
 struct JointHistogram {
+    uint32_t total = 0;  // units
     uint32_t n_groups = 0;
     uint8_t first[kMaxLeadGroups];  // smallest value of the lead in a group
     uint32_t counts[kMaxLeadGroups][kLedSymbols];
 };
 
-// Every group but the last has at least 1/512 of all units. Two tables take turns, so that equal
-// neighbours do not wait for each other's store.
+// Counts a sample, as count_bytes() does. Every group but the last has at least 1/512 of it. Two
+// tables take turns, so that equal neighbours do not wait for each other's store.
 inline void count_jointly(const uint8_t* lead, const uint8_t* plane, std::size_t n,
-                          JointHistogram& joint) {
+                          uint32_t sample_log, JointHistogram& joint) {
     uint32_t counts[256][kLedSymbols] = {}, odd_counts[256][kLedSymbols] = {};
-    for (std::size_t i = 0; i + 2 <= n; i += 2) {
-        ++counts[lead[i]][plane[i] >> kLedRawBits];
-        ++odd_counts[lead[i + 1]][plane[i + 1] >> kLedRawBits];
+    const std::size_t step = kSampleRun << sample_log;
+    std::size_t seen = 0;
+    for (std::size_t at = 0; at < n; at += step) {
+        const std::size_t end = std::min(at + kSampleRun, n);
+        seen += end - at;
+        for (std::size_t i = at; i + 2 <= end; i += 2) {
+            ++counts[lead[i]][plane[i] >> kLedRawBits];
+            ++odd_counts[lead[i + 1]][plane[i + 1] >> kLedRawBits];
+        }
+        if ((end - at) % 2 != 0) ++counts[lead[end - 1]][plane[end - 1] >> kLedRawBits];
     }
-    if (n % 2 != 0) ++counts[lead[n - 1]][plane[n - 1] >> kLedRawBits];
     for (uint32_t v = 0; v < 256; ++v)
         for (uint32_t s = 0; s < kLedSymbols; ++s) counts[v][s] += odd_counts[v][s];
+    joint.total = static_cast<uint32_t>(seen);
     joint.n_groups = 0;
     std::size_t in_group = 0;
     for (uint32_t v = 0; v < 256; ++v) {
@@ -183,7 +193,7 @@ inline void count_jointly(const uint8_t* lead, const uint8_t* plane, std::size_t
         for (uint32_t count : counts[v]) of_value += count;
         if (of_value == 0) continue;
         const bool opens =
-            joint.n_groups == 0 || (in_group >= n / 512 && joint.n_groups < kMaxLeadGroups);
+            joint.n_groups == 0 || (in_group >= seen / 512 && joint.n_groups < kMaxLeadGroups);
         if (opens) {
             joint.first[joint.n_groups] = static_cast<uint8_t>(v);
             std::memset(joint.counts[joint.n_groups++], 0, sizeof joint.counts[0]);
@@ -198,21 +208,18 @@ inline void count_jointly(const uint8_t* lead, const uint8_t* plane, std::size_t
 // Computes the cost of the groups [begin, end) as one class, in 2^-16 bits.
 inline uint64_t joint_cost(const JointHistogram& joint, uint32_t begin, uint32_t end) {
     uint64_t total = 0, cost = 0;
-    uint64_t sums[kLedSymbols] = {};
+    uint32_t sums[kLedSymbols] = {};
     for (uint32_t g = begin; g < end; ++g)
         for (uint32_t s = 0; s < kLedSymbols; ++s) sums[s] += joint.counts[g][s];
-    for (uint64_t sum : sums) total += sum;
-    for (uint64_t sum : sums)
-        if (sum > 0) {
-            const uint64_t freq = sum * kProbSum / total;
-            cost += sum * kSymbolCost[freq == 0 ? 1 : freq];
-        }
+    for (uint32_t sum : sums) total += sum;
+    const SlotScale slots(total);
+    for (uint32_t sum : sums) cost += uint64_t{sum} * kSymbolCost[std::max(slots.below(sum), 1u)];
     return cost;
 }
 
 // Finds the thresholds that cut the lead's values into at most four classes of least cost, by
-// dynamic programming over the groups.
-inline void choose_thresholds(const JointHistogram& joint, ClassRule& rule) {
+// dynamic programming over the groups. Returns that cost, in 2^-16 bits.
+inline uint64_t choose_thresholds(const JointHistogram& joint, ClassRule& rule) {
     const uint32_t n = joint.n_groups;
     rule.source = ClassSource::kLead;
     rule.n_classes = std::min(n, kMaxClasses);
@@ -235,6 +242,7 @@ inline void choose_thresholds(const JointHistogram& joint, ClassRule& rule) {
         end = cut[k][end];
         rule.thresholds[k - 2] = joint.first[end];
     }
+    return best[rule.n_classes][n];
 }
 
 }  // namespace packhorse

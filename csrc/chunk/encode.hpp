@@ -87,9 +87,10 @@ inline std::size_t write_rans(const RansSource& source, const PlaneChoice& choic
             kStateLowerBound | (carried == nullptr ? 0u : load<uint16_t>(carried + 2 * lane));
     const uint32_t n_classes = choice.mode == Mode::kRans ? 1 : choice.rule.n_classes;
     for (uint32_t c = n_classes; c-- > 0;) {
-        fill_encode_tables(choice.models[c], *scratch.tables);
-        rans_encode(source.units + source.starts.at[c], source.starts.count(c), choice.models[c],
-                    *scratch.tables, lanes_log, encoded, ahead, isa);
+        const std::size_t count = source.starts.count(c);
+        fill_encode_tables(choice.models[c], count, lanes_log, isa, *scratch.tables);
+        rans_encode(source.units + source.starts.at[c], count, choice.models[c], *scratch.tables,
+                    lanes_log, encoded, ahead, isa);
     }
     const uint32_t raw_bits = choice.models[0].raw_bits;
     const uint32_t raw_mask = (1u << raw_bits) - 1;
@@ -217,9 +218,7 @@ inline std::size_t encode_constant(const uint8_t* unit, const PlaneSpec& spec,
 inline void try_prediction(const uint8_t* plane, std::size_t n, std::size_t first,
                            const SideData& side, Level level, std::size_t nbytes,
                            EncodeScratch& scratch, Isa isa) {
-    uint8_t* const q = scratch.sorted[0];  // not in use yet
-    predict_classes(side, first, n, q, scratch.classes, isa);
-    subtract_prediction(plane, q, n, scratch.yielded, isa);
+    apply_prediction(side, first, n, plane, scratch.classes, scratch.yielded, isa);
     scratch.starts[0] = count_classes(scratch.classes, n, kCutsOfClasses, isa);
     sort_by_class(scratch.yielded, scratch.classes, n, kCutsOfClasses, scratch.starts[0],
                   scratch.sorted[0], isa);
@@ -235,19 +234,21 @@ inline void try_prediction(const uint8_t* plane, std::size_t n, std::size_t firs
 // to be shorter than `nbytes`.
 inline void try_lead(const uint8_t* lead, const uint8_t* plane, std::size_t n, Level level,
                      std::size_t nbytes, EncodeScratch& scratch, Isa isa) {
+    const LevelSpec spec = level_spec(level);
+    const std::size_t most = nbytes - (nbytes >> spec.lead_saving_log);
     JointHistogram joint;
-    count_jointly(lead, plane, n, joint);
+    count_jointly(lead, plane, n, sample_log_for(n, spec.lead_sample_units), joint);
     PlaneChoice candidate;
     candidate.mode = Mode::kClassedRans;
     candidate.rule = {};
-    choose_thresholds(joint, candidate.rule);
+    const uint64_t cost = choose_thresholds(joint, candidate.rule);
+    if (scale_cost(cost, joint.total, n) + kLedRawBits * n / 8 >= most) return;
     const ClassCuts cuts = class_cuts(candidate.rule);
     scratch.starts[1] = count_classes(lead, n, cuts, isa);
     sort_by_class(plane, lead, n, cuts, scratch.starts[1], scratch.sorted[1], isa);
-    const std::size_t estimate =
-        choose_class_models(scratch.sorted[1], scratch.starts[1], ~0u, kLedRawBits, candidate);
-    if (estimate + (nbytes >> level_spec(level).lead_saving_log) < nbytes)
-        scratch.choices[1] = candidate;
+    const std::size_t estimate = choose_class_models(
+        scratch.sorted[1], scratch.starts[1], spec.lead_sample_units, kLedRawBits, candidate);
+    if (estimate < most) scratch.choices[1] = candidate;
 }
 
 // Chooses the modes of all planes of a chunk that begins at unit `first` of the tensor.

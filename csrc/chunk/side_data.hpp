@@ -154,18 +154,16 @@ inline SideEstimate estimate_side(const uint8_t* src, std::size_t n_rows, std::s
     const std::size_t n = view.n_rows * view.n_columns;
     std::vector<uint8_t> side(view.n_rows + view.n_columns);
     fill_side(view, spec, side.data(), isa);
-    const auto scratch = std::make_unique_for_overwrite<uint8_t[]>(5 * n);
+    const auto scratch = std::make_unique_for_overwrite<uint8_t[]>(4 * n);
     uint8_t* const plane = scratch.get();
-    uint8_t* const q = plane + n;
-    uint8_t* const yielded = q + n;
+    uint8_t* const yielded = plane + n;
     uint8_t* const sorted = yielded + n;
     uint8_t* const classes = sorted + n;
     for (std::size_t i = 0; i < view.n_rows; ++i)
         lead_bytes(src + i * view.row_step * view.row_nbytes, view.n_columns, spec,
                    plane + i * view.n_columns);
     const SideData data{side.data(), side.data() + view.n_rows, view.n_columns};
-    predict_classes(data, 0, n, q, classes, isa);
-    subtract_prediction(plane, q, n, yielded, isa);
+    apply_prediction(data, 0, n, plane, classes, yielded, isa);
     const ClassStarts starts = count_classes(classes, n, kCutsOfClasses, isa);
     sort_by_class(yielded, classes, n, kCutsOfClasses, starts, sorted, isa);
     std::size_t predicted = 0;

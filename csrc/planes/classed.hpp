@@ -38,17 +38,22 @@ PACKHORSE_INLINE void for_each_row(const SideData& side, std::size_t first, std:
     }
 }
 
-// Computes q and the classes of a prediction. These classes serve as keys.
-inline void predict_classes(const SideData& side, std::size_t first, std::size_t n,
-                            uint8_t* __restrict q, uint8_t* __restrict classes, Isa isa) {
-    vectorised(isa, [=]() PACKHORSE_VECTORISED {
+// Computes the classes of a prediction, which serve as keys, and the bytes that plane 0's stream
+// yields.
+inline void apply_prediction(const SideData& side, std::size_t first, std::size_t n,
+                             const uint8_t* plane, uint8_t* __restrict classes,
+                             uint8_t* __restrict yielded, Isa isa) {
+    vectorised_wide(isa, [=]() PACKHORSE_VECTORISED {
         for_each_row(side, first, n,
                      [=](uint8_t base, const uint8_t* columns, std::size_t run, std::size_t at)
                          PACKHORSE_VECTORISED {
-                             for (std::size_t i = 0; i < run; ++i)
-                                 q[at + i] = static_cast<uint8_t>(base + columns[i]);
+                             for (std::size_t i = 0; i < run; ++i) {
+                                 const auto q = static_cast<uint8_t>(base + columns[i]);
+                                 classes[at + i] = q % kPredictionClasses;
+                                 yielded[at + i] = static_cast<uint8_t>(
+                                     plane[at + i] - q / kPredictionClasses + kPredictionBias);
+                             }
                          });
-        for (std::size_t i = 0; i < n; ++i) classes[i] = q[i] % kPredictionClasses;
     });
 }
 
@@ -63,15 +68,6 @@ inline void predict_keys(const SideData& side, std::size_t first, std::size_t n,
                                  classes[at + i] =
                                      static_cast<uint8_t>(base + columns[i]) % kPredictionClasses;
                          });
-    });
-}
-
-inline void subtract_prediction(const uint8_t* plane, const uint8_t* q, std::size_t n,
-                                uint8_t* __restrict yielded, Isa isa) {
-    vectorised(isa, [=]() PACKHORSE_VECTORISED {
-        for (std::size_t i = 0; i < n; ++i)
-            yielded[i] =
-                static_cast<uint8_t>(plane[i] - q[i] / kPredictionClasses + kPredictionBias);
     });
 }
 

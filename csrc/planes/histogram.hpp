@@ -22,29 +22,47 @@ struct Histogram {
 
 constexpr std::size_t kSampleRun = 64;
 
-// Four tables take turns, so that equal neighbours do not wait for each other's store.
+// Eight tables take turns, so that equal neighbours do not wait for each other's store.
 inline void count_bytes(const uint8_t* plane, std::size_t n, uint32_t sample_log, Histogram& out) {
-    uint32_t tables[4][256] = {};
+    constexpr std::size_t kTables = 8;
+    uint32_t tables[kTables][256] = {};
     const std::size_t step = kSampleRun << sample_log;
     std::size_t seen = 0;
     for (std::size_t at = 0; at < n; at += step) {
         const std::size_t run = n - at < kSampleRun ? n - at : kSampleRun;
         const uint8_t* src = plane + at;
         // The runs of a sample are far apart, so the hardware does not prefetch them.
-        __builtin_prefetch(src + 16 * step);
-        std::size_t i = 0;
-        for (; i + 8 <= run; i += 8) {
-            const auto word = load<uint64_t>(src + i);
-            for (int k = 0; k < 8; ++k) ++tables[k & 3][word >> (8 * k) & 0xFF];
+        if (n - at > 16 * step) __builtin_prefetch(src + 16 * step);
+        if (run == kSampleRun) {
+#pragma GCC unroll 64
+            for (std::size_t i = 0; i < kSampleRun; ++i) ++tables[i % kTables][src[i]];
+        } else {
+            for (std::size_t i = 0; i < run; ++i) ++tables[i % kTables][src[i]];
         }
-        for (; i < run; ++i) ++tables[0][src[i]];
         seen += run;
     }
-    for (int v = 0; v < 256; ++v)
-        out.counts[v] = tables[0][v] + tables[1][v] + tables[2][v] + tables[3][v];
+    for (std::size_t v = 0; v < 256; ++v) {
+        out.counts[v] = 0;
+        for (std::size_t t = 0; t < kTables; ++t) out.counts[v] += tables[t][v];
+    }
     out.total = static_cast<uint32_t>(seen);
     out.sampled = seen < n;
 }
+
+// Scales counts to slots: count * n_slots / total, off by at most 2^-20. One division serves all
+// counts of a total below 2^32.
+class SlotScale {
+  public:
+    explicit SlotScale(uint64_t total, uint32_t n_slots = kProbSum)
+        : factor_(total == 0 ? 0 : (uint64_t{n_slots} << 32) / total) {}
+    uint32_t below(uint32_t count) const { return static_cast<uint32_t>(count * factor_ >> 32); }
+    uint32_t nearest(uint32_t count) const {
+        return static_cast<uint32_t>((count * factor_ + (uint64_t{1} << 31)) >> 32);
+    }
+
+  private:
+    uint64_t factor_;
+};
 
 constexpr uint32_t kCostBits = 16;  // costs are in 2^-16 bits
 
@@ -87,14 +105,52 @@ inline uint32_t fold(const Histogram& bytes, uint32_t raw_bits, Histogram& symbo
     return static_cast<uint32_t>(std::popcount(used & ((1u << raw_bits) - 1)));
 }
 
+// Lists the symbols below `n_possible` that occur, ascending. `order` has room for one more than
+// there are. Returns their number.
+inline uint32_t list_seen(const Histogram& histogram, uint32_t n_possible, uint8_t* order) {
+    uint32_t n_seen = 0;
+    for (uint32_t v = 0; v < n_possible; ++v) {
+        order[n_seen] = static_cast<uint8_t>(v);
+        n_seen += histogram.counts[v] > 0 ? 1 : 0;
+    }
+    return n_seen;
+}
+
+// Leaves the `limit` most common symbols in `order` (ascending), the smaller ones among equally
+// common ones. Returns how often the others occur. There are more than `limit`; counts are below
+// 2^23. Comparing all of them some twenty times, without branches, is faster than selecting.
+inline uint32_t drop_rare(const Histogram& histogram, uint32_t limit, uint8_t* order,
+                          uint32_t n_seen) {
+    int32_t keys[256];
+    for (uint32_t i = 0; i < n_seen; ++i)
+        keys[i] = static_cast<int32_t>(histogram.counts[order[i]] << 8 | (255u - order[i]));
+    int32_t least = 0,
+            above = 0x7FFFFFFF;  // at least `limit` keys reach the first, fewer the second
+    for (uint32_t n_kept = n_seen; n_kept != limit;) {
+        const int32_t middle = least + (above - least) / 2;
+        n_kept = 0;
+        for (uint32_t i = 0; i < n_seen; ++i) n_kept += keys[i] >= middle ? 1 : 0;
+        (n_kept < limit ? above : least) = middle;
+    }
+    uint32_t dropped = 0, n_kept = 0;
+    for (uint32_t i = 0; i < n_seen; ++i) {
+        const bool kept = keys[i] >= least;
+        dropped += kept ? 0 : histogram.counts[order[i]];
+        order[n_kept] = order[i];
+        n_kept += kept ? 1 : 0;
+    }
+    return dropped;
+}
+
 // Cost of the histogram's values at the plane's entropy, in 2^-16 bits. A sample underestimates the
 // entropy; the Miller-Madow term, (values - 1) / (2 ln 2) bits, makes up for it.
 inline uint64_t entropy_cost(const Histogram& histogram) {
     constexpr uint64_t kBiasCost = 47274;
+    const SlotScale slots(histogram.total);
     uint64_t cost = 0;
     for (uint32_t count : histogram.counts)
         if (count > 0) {
-            const uint64_t freq = uint64_t{count} * kProbSum / histogram.total;
+            const uint32_t freq = slots.below(count);
             cost += uint64_t{count} * kSymbolCost[freq == 0 ? 1 : freq] + kBiasCost;
         }
     return cost - std::min(cost, kBiasCost);

@@ -45,11 +45,11 @@ inline void try_palette(const Histogram& histogram, uint32_t raw_bits, uint64_t&
     const uint64_t raw_cost = uint64_t{symbols.total} * n_raw;
     if (raw_cost + symbols.total >= best) return;
     const uint32_t n_possible = 256u >> raw_bits;
-    uint8_t order[256];
-    uint32_t n_seen = 0;
-    for (uint32_t v = 0; v < n_possible; ++v)
-        if (symbols.counts[v] > 0) order[n_seen++] = static_cast<uint8_t>(v);
-    std::sort(order, order + n_seen, [&](uint8_t a, uint8_t b) {
+    uint8_t order[257];
+    const uint32_t n_seen = list_seen(symbols, n_possible, order);
+    const uint32_t n_sorted = std::min(n_seen, 1u << kMaxCodeBits);
+    if (n_seen > n_sorted) drop_rare(symbols, n_sorted, order, n_seen);
+    std::sort(order, order + n_sorted, [&](uint8_t a, uint8_t b) {
         const uint32_t count_a = symbols.counts[a], count_b = symbols.counts[b];
         return count_a != count_b ? count_a > count_b : a < b;
     });

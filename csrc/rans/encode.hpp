@@ -4,8 +4,8 @@
 // Byte values are mapped to codes first, a segment at a time, so that the loops below read small
 // dense numbers in L1. All paths compute the exact quotient x / freq, so all write the same bytes.
 // Scalar paths use an exact reciprocal; vector paths use an estimate that is either exact or too
-// small by one, and correct it. The loops for 128 lanes are in rans/encode_avx512.hpp,
-// rans/encode_avx2.hpp and rans/encode_portable.hpp.
+// small by one, and correct it. The loops for 128 lanes are in rans/encode_halves_avx512.hpp,
+// rans/encode_avx512.hpp, rans/encode_avx2.hpp and rans/encode_portable.hpp.
 //
 // Preconditions: every code in `codes` is below model.n_codes, and the buffer of words has room for
 // one word for each unit.
@@ -16,6 +16,7 @@
 #include "common/dispatch.hpp"
 #include "rans/encode_avx2.hpp"
 #include "rans/encode_avx512.hpp"
+#include "rans/encode_halves_avx512.hpp"
 #include "rans/encode_neon.hpp"
 #include "rans/encode_portable.hpp"
 #include "rans/model.hpp"
@@ -41,7 +42,8 @@ struct alignas(64) RansEncodeTables {
 #endif
 };
 
-inline void fill_encode_tables(const RansModel& model, RansEncodeTables& tables) {
+// For the scalar path, with tables.slots.
+inline void fill_scalar_tables(const RansModel& model, RansEncodeTables& tables) {
     uint32_t start = 0;
     for (uint32_t c = 0; c < model.n_codes; ++c) {
         const uint32_t freq = model.freqs[c];
@@ -49,15 +51,53 @@ inline void fill_encode_tables(const RansModel& model, RansEncodeTables& tables)
         tables.inverse[c] = ((uint64_t{1} << kInverseBits) + freq - 1) / freq;
         start += freq;
     }
+}
+
+// Fills the tables for any number of units, lanes and any path.
+inline void fill_encode_tables(const RansModel& model, RansEncodeTables& tables) {
     AliasTables alias;
-    if (model.n_buckets() > 0) build_alias(model, alias);
+    tables.spread.found = false;
+    if (model.n_buckets() > 0) {
+        build_alias(model, alias);
+        spread_slots(model, alias, tables.spread);
+    }
     fill_slot_table(model, alias, tables.slots);
     fill_vector_tables(model, tables.slots, tables.vectors);
+    fill_scalar_tables(model, tables);
+}
+
+// Whether the loops of a path use maps.
+inline bool uses_maps(Isa isa) {
+    return PACKHORSE_ARM ? isa >= Isa::kNeon : isa >= Isa::kAvx512;
+}
+
+// Whether the loops of a path can use a map.
+inline bool has_map(const SpreadMap& map, Isa isa) {
+    if (!uses_maps(isa) || !map.found) return false;
+    if (PACKHORSE_ARM) return !map.wide;
+    return isa >= Isa::kAvx512Vbmi2 || map.is_simple();
+}
+
+// Fills only the tables that `n` units in 2^lanes_log lanes need on one path: for small chunks that
+// takes as long as encoding.
+inline void fill_encode_tables(const RansModel& model, std::size_t n, uint32_t lanes_log, Isa isa,
+                               RansEncodeTables& tables) {
+    const bool has_rounds =
+        (PACKHORSE_X86 || PACKHORSE_ARM) && lanes_log == kMaxLanesLog && n >= kMaxLanes;
+    const bool has_rest = !has_rounds || n % kMaxLanes != 0;
+    AliasTables alias;
+    if (model.n_buckets() > 0) build_alias(model, alias);
     tables.spread.found = false;
-    if (model.n_buckets() == kNarrowBuckets) spread_slots(model, alias, tables.spread);
+    if (has_rounds && uses_maps(isa) && model.n_buckets() > 0)
+        spread_slots(model, alias, tables.spread);
+    const bool mapped = has_map(tables.spread, isa);
 #if PACKHORSE_ARM
-    if (tables.spread.found) fill_spread_bytes(tables.spread, model.n_codes, tables.spread_bytes);
+    if (mapped) fill_spread_bytes(tables.spread, model.n_codes, tables.spread_bytes);
 #endif
+    if (mapped && !has_rest) return;
+    fill_slot_table(model, alias, tables.slots);
+    if (has_rounds && !mapped) fill_vector_tables(model, tables.slots, tables.vectors);
+    if (has_rest) fill_scalar_tables(model, tables);
 }
 
 // Maps bytes to codes: consecutive symbols by a subtraction, others by a table.
@@ -207,9 +247,12 @@ PACKHORSE_AVX2 inline uint8_t* encode_rounds_avx2(const uint8_t* codes, std::siz
 // Encodes rounds of 128 lanes.
 inline uint8_t* encode_rounds_avx512_any(const uint8_t* codes, std::size_t n_rounds,
                                          const RansModel& model, const RansEncodeTables& tables,
-                                         uint32_t* states, uint8_t* words, Ahead& ahead) {
-    if (tables.spread.found)
-        return encode_rounds_spread_avx512(codes, n_rounds, tables.spread, states, words, ahead);
+                                         uint32_t* states, uint8_t* words, Ahead& ahead, Isa isa) {
+    if (has_map(tables.spread, isa))
+        return isa >= Isa::kAvx512Vbmi2 ? encode_rounds_spread_vbmi2_any(
+                                              codes, n_rounds, tables.spread, states, words, ahead)
+                                        : encode_rounds_spread_avx512(
+                                              codes, n_rounds, tables.spread, states, words, ahead);
     switch (model.n_buckets()) {
         case kNarrowBuckets:
             return encode_rounds_wide_avx512<false>(codes, n_rounds, tables.vectors, states, words,
@@ -230,12 +273,12 @@ inline uint8_t* encode_full_rounds(const uint8_t* codes, std::size_t n_rounds,
                                    Ahead& ahead, Isa isa) {
 #if PACKHORSE_X86
     if (isa >= Isa::kAvx512 && lanes_log == kMaxLanesLog)
-        return encode_rounds_avx512_any(codes, n_rounds, model, tables, states, words, ahead);
+        return encode_rounds_avx512_any(codes, n_rounds, model, tables, states, words, ahead, isa);
     if (isa >= Isa::kAvx2)
         return encode_rounds_avx2(codes, n_rounds, lanes_log, tables, states, words, ahead);
 #elif PACKHORSE_ARM
     if (isa >= Isa::kNeon && lanes_log == kMaxLanesLog) {
-        if (tables.spread.found)
+        if (has_map(tables.spread, isa))
             return encode_rounds_neon(codes, n_rounds, SpreadTablesNeon{tables.spread_bytes},
                                       states, words, ahead);
         return encode_rounds_neon(codes, n_rounds, VectorTablesNeon{tables.vectors}, states, words,
@@ -256,11 +299,10 @@ struct RansEncoded {
     uint8_t* escapes;
 };
 
-// Encodes a plane, segment by segment from its end. The caller sets `encoded` to the start states
-// of the lanes and to the ends of two buffers, which have room for a word and a byte for each unit.
-inline void rans_encode(const uint8_t* plane, std::size_t n, const RansModel& model,
-                        const RansEncodeTables& tables, uint32_t lanes_log, RansEncoded& encoded,
-                        Ahead& ahead, Isa isa) {
+// Calls encode(codes, n) for the codes of each segment of a plane, from its end.
+template <class Encode>
+PACKHORSE_INLINE void for_each_segment(const uint8_t* plane, std::size_t n, const RansModel& model,
+                                       RansEncoded& encoded, Isa isa, Encode encode) {
     CodeMap map;
     fill_code_map(model, map);
     alignas(64) uint8_t codes[kSegmentUnits];
@@ -268,15 +310,30 @@ inline void rans_encode(const uint8_t* plane, std::size_t n, const RansModel& mo
         const std::size_t begin = (end - 1) / kSegmentUnits * kSegmentUnits;
         const std::size_t run = end - begin;
         encoded.escapes = map_codes(plane + begin, run, map, codes, encoded.escapes, isa);
-        const std::size_t n_rounds = run >> lanes_log;
-        const std::size_t done = n_rounds << lanes_log;
-        if (done < run)
-            encode_round(codes + done, run - done, lanes_log, tables, encoded.states,
-                         encoded.words);
-        encoded.words = encode_full_rounds(codes, n_rounds, model, tables, lanes_log,
-                                           encoded.states, encoded.words, ahead, isa);
+        encode(static_cast<const uint8_t*>(codes), run);
         end = begin;
     }
+}
+
+inline void encode_segment(const uint8_t* codes, std::size_t run, const RansModel& model,
+                           const RansEncodeTables& tables, uint32_t lanes_log, RansEncoded& encoded,
+                           Ahead& ahead, Isa isa) {
+    const std::size_t n_rounds = run >> lanes_log;
+    const std::size_t done = n_rounds << lanes_log;
+    if (done < run)
+        encode_round(codes + done, run - done, lanes_log, tables, encoded.states, encoded.words);
+    encoded.words = encode_full_rounds(codes, n_rounds, model, tables, lanes_log, encoded.states,
+                                       encoded.words, ahead, isa);
+}
+
+// Encodes a plane, segment by segment from its end. The caller sets `encoded` to the start states
+// of the lanes and to the ends of two buffers, which have room for a word and a byte for each unit.
+inline void rans_encode(const uint8_t* plane, std::size_t n, const RansModel& model,
+                        const RansEncodeTables& tables, uint32_t lanes_log, RansEncoded& encoded,
+                        Ahead& ahead, Isa isa) {
+    for_each_segment(plane, n, model, encoded, isa, [&](const uint8_t* codes, std::size_t run) {
+        encode_segment(codes, run, model, tables, lanes_log, encoded, ahead, isa);
+    });
 }
 
 }  // namespace packhorse

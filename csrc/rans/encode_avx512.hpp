@@ -16,27 +16,32 @@ namespace packhorse {
 
 #if PACKHORSE_X86
 
-// A SpreadMap in registers.
+// 32 numbers of 32 bits from their lower and upper halves.
+PACKHORSE_AVX512 inline Table32Avx512 join_halves_avx512(const uint16_t* lower,
+                                                         const uint16_t* upper, unsigned shift) {
+    uint32_t entries[kNarrowBuckets];
+    for (uint32_t c = 0; c < kNarrowBuckets; ++c)
+        entries[c] = lower[c] | static_cast<uint32_t>(upper[c]) << shift;
+    return Table32Avx512(entries);
+}
+
+// A narrow SpreadMap without a lone edge, in registers.
 struct SpreadRegistersAvx512 {
-    Table32Avx512 freq_start, reciprocal;  // the reciprocals are floats
-    Table64Avx512 edge, first_delta, second_delta;
+    Table32Avx512 freq_start;  // freq (bits 0-11) and start (12-24)
+    Table32Avx512 reciprocal;  // floats
+    Table64Avx512 entry, delta;
 
     PACKHORSE_AVX512 explicit SpreadRegistersAvx512(const SpreadMap& map)
-        : freq_start(map.freq_start),
-          reciprocal(map.reciprocal),
-          edge(map.edge),
-          first_delta(map.first_delta),
-          second_delta(map.second_delta) {}
+        : freq_start(join_halves_avx512(map.freq, map.start, kProbBits)),
+          reciprocal(join_halves_avx512(map.reciprocal_lower, map.reciprocal_upper, 16)),
+          entry(map.entry),
+          delta(map.delta) {}
 
     // Slots of 32 positions of 16 bits.
     PACKHORSE_AVX512 PACKHORSE_INLINE __m512i slots_of(__m512i positions) const {
-        const __m512i bucket = _mm512_srli_epi16(positions, kSpreadLog);
-        const __m512i offset = _mm512_and_si512(positions, _mm512_set1_epi16(kSpreadSize - 1));
-        const __mmask32 in_second = _mm512_cmpge_epu16_mask(offset, edge.look_up(bucket));
-        const __m512i delta = _mm512_mask_blend_epi16(in_second, first_delta.look_up(bucket),
-                                                      second_delta.look_up(bucket));
-        return _mm512_and_si512(_mm512_add_epi16(positions, delta),
-                                _mm512_set1_epi16(kProbSum - 1));
+        const __m512i found = entry.look_up(_mm512_srli_epi16(positions, kNarrowBucketLog));
+        const __m512i run = _mm512_srli_epi16(_mm512_add_epi16(positions, found), 8);
+        return _mm512_add_epi16(positions, delta.look_up(run));
     }
 };
 

@@ -54,21 +54,22 @@ struct DivisorsNeon {
     float32x4_t reciprocal[4];
 };
 
-// A SpreadMap and its divisors, with numbers cut into bytes.
+constexpr std::size_t kNarrowMapSize = kSpreadSize >> kNarrowBucketLog;  // buckets, and runs
+
+// A narrow SpreadMap and its divisors, with numbers cut into bytes.
 struct alignas(64) SpreadBytes {
     uint8_t freq[2][kNarrowBuckets];
     uint8_t start[2][kNarrowBuckets];
     uint8_t reciprocal[4][kNarrowBuckets];
-    uint8_t edge[kSpreadBuckets];
-    uint8_t first_delta[2][kSpreadBuckets];
-    uint8_t second_delta[2][kSpreadBuckets];
+    uint8_t entry[2][kNarrowMapSize];
+    uint8_t delta[2][kNarrowMapSize];
+    uint16_t lone_edge;
 };
 
 inline void fill_spread_bytes(const SpreadMap& map, uint32_t n_codes, SpreadBytes& bytes) {
     bytes = {};
     for (uint32_t c = 0; c < n_codes; ++c) {
-        const uint32_t freq = map.freq_start[c] & (kProbSum - 1);
-        const uint32_t start = map.freq_start[c] >> kProbBits;
+        const uint32_t freq = map.freq[c], start = map.start[c];
         const auto reciprocal =
             std::bit_cast<uint32_t>(0.5f * std::bit_cast<float>(half_reciprocal_below(freq)));
         for (uint32_t k = 0; k < 2; ++k) {
@@ -78,13 +79,12 @@ inline void fill_spread_bytes(const SpreadMap& map, uint32_t n_codes, SpreadByte
         for (uint32_t k = 0; k < 4; ++k)
             bytes.reciprocal[k][c] = static_cast<uint8_t>(reciprocal >> (8 * k));
     }
-    for (uint32_t b = 0; b < kSpreadBuckets; ++b) {
-        bytes.edge[b] = static_cast<uint8_t>(map.edge[b]);
+    for (uint32_t i = 0; i < kNarrowMapSize; ++i)
         for (uint32_t k = 0; k < 2; ++k) {
-            bytes.first_delta[k][b] = static_cast<uint8_t>(map.first_delta[b] >> (8 * k));
-            bytes.second_delta[k][b] = static_cast<uint8_t>(map.second_delta[b] >> (8 * k));
+            bytes.entry[k][i] = static_cast<uint8_t>(map.entry[i] >> (8 * k));
+            bytes.delta[k][i] = static_cast<uint8_t>(map.delta[i] >> (8 * k));
         }
-    }
+    bytes.lone_edge = static_cast<uint16_t>(map.lone_edge);
 }
 
 PACKHORSE_INLINE void zip_bytes_neon(uint8x16_t low, uint8x16_t high, uint16x8_t* both) {
@@ -99,8 +99,10 @@ struct SpreadTablesNeon {
     static PACKHORSE_INLINE uint8x16_t of_code(const uint8_t* table, uint8x16_t code) {
         return vqtbl2q_u8(vld1q_u8_x2(table), code);
     }
-    static PACKHORSE_INLINE uint8x16_t of_bucket(const uint8_t* table, uint8x16_t bucket) {
-        return vqtbl4q_u8(vld1q_u8_x4(table), bucket);
+    static PACKHORSE_INLINE void of_64(const uint8_t (&table)[2][kNarrowMapSize], uint8x16_t at,
+                                       uint16x8_t* both) {
+        zip_bytes_neon(vqtbl4q_u8(vld1q_u8_x4(table[0]), at), vqtbl4q_u8(vld1q_u8_x4(table[1]), at),
+                       both);
     }
 
     PACKHORSE_INLINE void look_up(const uint8_t* codes, DivisorsNeon& by) const {
@@ -121,16 +123,15 @@ struct SpreadTablesNeon {
     // The slots of 16 positions, with undefined bits above the lower 12.
     PACKHORSE_INLINE void find_slots(const uint16_t* positions, uint16x8_t* slots) const {
         const uint16x8_t at[2] = {vld1q_u16(positions), vld1q_u16(positions + 8)};
-        const uint8x16_t low = vuzp1q_u8(vreinterpretq_u8_u16(at[0]), vreinterpretq_u8_u16(at[1]));
-        const uint8x16_t offset = vandq_u8(low, vdupq_n_u8(kSpreadSize - 1));
         const uint8x16_t bucket =
-            vshrn_high_n_u16(vshrn_n_u16(at[0], kSpreadLog), at[1], kSpreadLog);
-        const uint8x16_t second = vcgeq_u8(offset, of_bucket(bytes.edge, bucket));
-        uint8x16_t delta[2];
-        for (int k = 0; k < 2; ++k)
-            delta[k] = vbslq_u8(second, of_bucket(bytes.second_delta[k], bucket),
-                                of_bucket(bytes.first_delta[k], bucket));
-        zip_bytes_neon(delta[0], delta[1], slots);
+            vshrn_high_n_u16(vshrn_n_u16(at[0], kNarrowBucketLog), at[1], kNarrowBucketLog);
+        uint16x8_t run[2];
+        of_64(bytes.entry, bucket, run);
+        for (int h = 0; h < 2; ++h) {
+            const uint16x8_t beyond = vcgeq_u16(at[h], vdupq_n_u16(bytes.lone_edge));
+            run[h] = vsubq_u16(vshrq_n_u16(vaddq_u16(run[h], at[h]), 8), beyond);
+        }
+        of_64(bytes.delta, vmovn_high_u16(vmovn_u16(run[0]), run[1]), slots);
         for (int h = 0; h < 2; ++h) slots[h] = vaddq_u16(slots[h], at[h]);
     }
 };

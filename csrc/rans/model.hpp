@@ -49,15 +49,24 @@ inline void set_escape_byte(RansModel& model) {
     model.escape_byte = static_cast<uint8_t>(model.raw_bits > 0 ? 1 : free_value);
 }
 
-// Scales `counts` of the model's codes to frequencies of at least 1 whose sum is 4096: rounds them,
-// then moves single slots where that costs least.
+// Scales `counts` of the model's codes to frequencies of at least 1 whose sum is 4096: gives one
+// slot to each rare code and scales the others to the rest, then moves single slots where that
+// costs least.
 inline void normalise(const uint32_t* counts, RansModel& model) {
-    uint64_t total = 0;
+    uint64_t total = 0, rest = 0;
     for (uint32_t c = 0; c < model.n_codes; ++c) total += counts[c];
+    const SlotScale all(total);
+    uint32_t n_rare = 0;
+    for (uint32_t c = 0; c < model.n_codes; ++c) {
+        const bool rare = all.nearest(counts[c]) <= 1;
+        n_rare += rare ? 1 : 0;
+        rest += rare ? 0 : counts[c];
+    }
+    const SlotScale others(rest, kProbSum - n_rare);
     int32_t excess = -static_cast<int32_t>(kProbSum);
     for (uint32_t c = 0; c < model.n_codes; ++c) {
-        const uint64_t scaled = (uint64_t{counts[c]} * kProbSum + total / 2) / total;
-        model.freqs[c] = static_cast<uint16_t>(std::clamp<uint64_t>(scaled, 1, kProbSum - 1));
+        const uint32_t scaled = all.nearest(counts[c]) <= 1 ? 1 : others.nearest(counts[c]);
+        model.freqs[c] = static_cast<uint16_t>(std::clamp(scaled, 1u, kProbSum - 1));
         excess += model.freqs[c];
     }
     while (excess != 0) {
@@ -97,18 +106,11 @@ inline uint64_t choose_codes(const Histogram& histogram, uint32_t limit, uint32_
                              RansModel& model) {
     const uint32_t n_possible = 256u >> raw_bits;
     uint8_t order[257];  // GCC 12 wrongly assumes that the last element is used
-    uint32_t n_seen = 0;
-    for (uint32_t v = 0; v < n_possible; ++v)
-        if (histogram.counts[v] > 0) order[n_seen++] = static_cast<uint8_t>(v);
+    uint32_t n_seen = list_seen(histogram, n_possible, order);
     uint32_t escaped = histogram.sampled && n_seen < n_possible ? 1 : 0;
     if (n_seen > limit) {
-        std::nth_element(order, order + limit, order + n_seen, [&](uint8_t a, uint8_t b) {
-            const uint32_t count_a = histogram.counts[a], count_b = histogram.counts[b];
-            return count_a != count_b ? count_a > count_b : a < b;
-        });
-        for (uint32_t i = limit; i < n_seen; ++i) escaped += histogram.counts[order[i]];
+        escaped += drop_rare(histogram, limit, order, n_seen);
         n_seen = limit;
-        std::sort(order, order + n_seen);
     }
     if (limit <= kWideBuckets) n_seen = fill_gaps(order, n_seen, limit);
     if (n_seen == n_possible) escaped = 0;

@@ -1,8 +1,10 @@
-// The encoder's map from position to slot, small enough for registers (at most 32 codes).
-// A position is the start of a code plus a rank. The map has up to 63 linear runs. To look it up
-// without a table of 4096 entries, positions are spread over 64 buckets of 128 so that no bucket
-// has more than two runs. Codes may start anywhere, and gaps do not matter. If there is no place
-// for a code, there is no map.
+// The encoder's map from position to slot, small enough for registers (at most 64 codes).
+// A position is the start of a code plus a rank. In the order of positions the map is a sequence of
+// linear runs, and the number of a run leads to slot - position. To find that number without a
+// table of 4096 entries, positions are spread over buckets so that no bucket has more than one
+// edge, which is a place inside of the bucket where a run begins. Codes may start anywhere, and
+// gaps do not matter. Short runs can be so close that a code fits nowhere; then one edge of all,
+// the lone edge, is left out of the buckets. If that does not help, there is no map.
 #pragma once
 
 #include <bit>
@@ -11,20 +13,29 @@
 
 namespace packhorse {
 
-constexpr uint32_t kSpreadBuckets = 2 * kNarrowBuckets;
-constexpr uint32_t kSpreadLog = 7;
-constexpr uint32_t kSpreadSize = 1u << kSpreadLog;
+constexpr uint32_t kSpreadSize = 2 * kProbSum;  // positions
+constexpr uint32_t kMaxSpreadBuckets = 128;
+constexpr uint32_t kMaxSpreadRuns = 128;
+// A map of at most 64 buckets and 64 runs, which fit half of the registers, is narrow.
+constexpr uint32_t kNarrowBucketLog = 7;
+constexpr uint32_t kWideBucketLog = 6;
 
 struct SpreadMap {
     bool found;
-    // For each bucket: where in it the second run begins, and slot - position mod 4096 of both
-    // runs.
-    alignas(64) uint16_t edge[kSpreadBuckets];
-    alignas(64) uint16_t first_delta[kSpreadBuckets];
-    alignas(64) uint16_t second_delta[kSpreadBuckets];
-    // By code: freq (bits 0-11) and start (12-24), and the bits of the largest float <= 1 / freq.
-    alignas(64) uint32_t freq_start[kNarrowBuckets];
-    alignas(64) uint32_t reciprocal[kNarrowBuckets];
+    bool wide;
+    uint32_t lone_edge;  // a position; kSpreadSize if there is none
+
+    bool is_simple() const { return found && !wide && lone_edge == kSpreadSize; }
+    // By code: the frequency, the start, and the halves of the largest float <= 1 / frequency.
+    alignas(64) uint16_t freq[kWideBuckets];
+    alignas(64) uint16_t start[kWideBuckets];
+    alignas(64) uint16_t reciprocal_lower[kWideBuckets];
+    alignas(64) uint16_t reciprocal_upper[kWideBuckets];
+    // By bucket: 256 times the number of its first run, plus 256 less the edge in it (its size if
+    // there is none), less the first position. So position + entry, divided by 256, is the number
+    // of the run, less 1 if the position is at or above the lone edge.
+    alignas(64) uint16_t entry[kMaxSpreadBuckets];
+    alignas(64) uint16_t delta[kMaxSpreadRuns];  // slot - position, by run
 };
 
 // The largest float that is not above 1 / freq. The rounding of the product decides, and float *
@@ -35,89 +46,147 @@ inline uint32_t reciprocal_below(uint32_t freq) {
     return static_cast<double>(nearest) * freq <= 1.0 ? bits : bits - 1;
 }
 
-// The runs of one code, in rank order.
+// The runs of one code, in the order of ranks.
 struct CodeRuns {
     uint32_t n;
-    uint32_t first_slot[kNarrowBuckets];
-    uint32_t n_slots[kNarrowBuckets];
+    uint16_t first_slot[kWideBuckets];
+    uint16_t n_slots[kWideBuckets];
 };
 
-// The runs of each code. Adjacent runs are joined.
-inline void collect_runs(const RansModel& model, const AliasTables& alias, CodeRuns* runs) {
+// The runs of each code. Adjacent runs are joined. Returns the number of all runs.
+inline uint32_t collect_runs(const RansModel& model, const AliasTables& alias, CodeRuns* runs) {
     for (uint32_t c = 0; c < model.n_codes; ++c) runs[c].n = 0;
+    uint32_t n_runs = 0;
     for_each_run(model, alias, [&](uint32_t code, uint32_t first, uint32_t n, uint32_t) {
         if (n == 0) return;
         CodeRuns& own = runs[code];
         if (own.n > 0 && own.first_slot[own.n - 1] + own.n_slots[own.n - 1] == first) {
-            own.n_slots[own.n - 1] += n;
+            own.n_slots[own.n - 1] = static_cast<uint16_t>(own.n_slots[own.n - 1] + n);
             return;
         }
-        own.first_slot[own.n] = first;
-        own.n_slots[own.n++] = n;
+        own.first_slot[own.n] = static_cast<uint16_t>(first);
+        own.n_slots[own.n++] = static_cast<uint16_t>(n);
+        ++n_runs;
     });
+    return n_runs;
 }
 
-// Whether a code can start here without giving any bucket a third run. `n_before` is the number of
-// runs that are in the first bucket already.
-inline bool runs_fit(const CodeRuns& runs, uint32_t start, uint32_t n_before) {
-    uint32_t bucket = start >> kSpreadLog;
-    uint32_t n_in_bucket = n_before;
-    uint32_t at = start;
-    for (uint32_t i = 0; i < runs.n; ++i) {
-        if (at >> kSpreadLog != bucket) {
-            bucket = at >> kSpreadLog;
-            // The previous run reaches into this bucket, unless it ended at the edge.
-            n_in_bucket = i > 0 && (at & (kSpreadSize - 1)) != 0 ? 1 : 0;
-        }
-        if (++n_in_bucket > 2) return false;
-        at += runs.n_slots[i];
+// Places the runs of codes, code after code.
+class Spreader {
+  public:
+    Spreader(SpreadMap& map, uint32_t bucket_log) : map_(map), log_(bucket_log) {
+        for (uint32_t b = 0; b < n_buckets(); ++b)
+            map_.entry[b] = static_cast<uint16_t>(256 - bucket_size() - (b << log_));
+        map_.wide = bucket_log == kWideBucketLog;
+        map_.lone_edge = kSpreadSize;
     }
+
+    // Sets `start` to the place of a code. Returns false if there is none.
+    bool place(const CodeRuns& runs, uint32_t freq, uint16_t& start) {
+        uint32_t lone = kWideBuckets;  // no run
+        uint32_t at = find(runs, lone);
+        if (at + freq > kSpreadSize && map_.lone_edge == kSpreadSize && runs.n > 3) {
+            lone = crowded(runs);
+            at = find(runs, lone);
+        }
+        if (at + freq > kSpreadSize) return false;
+        start = static_cast<uint16_t>(at);
+        for (uint32_t i = 0; i < runs.n; at += runs.n_slots[i++])
+            add(at, runs.first_slot[i], runs.n_slots[i], i == lone);
+        cursor_ = at;
+        return true;
+    }
+
+  private:
+    uint32_t n_buckets() const { return kSpreadSize >> log_; }
+    uint32_t bucket_size() const { return 1u << log_; }
+    bool is_first(uint32_t position) const { return (position & (bucket_size() - 1)) == 0; }
+
+    // Whether a code can start here without giving any bucket a second edge. Run `lone` gives none.
+    bool fits(const CodeRuns& runs, uint32_t start, uint32_t lone) const {
+        uint32_t with_edge = last_edge_;
+        uint32_t at = start;
+        for (uint32_t i = 0; i < runs.n; at += runs.n_slots[i++]) {
+            const uint32_t bucket = at >> log_;
+            const bool opens = i == 0 && (bucket != cursor_ >> log_ || is_first(cursor_));
+            if (opens || i == lone || is_first(at)) continue;
+            if (bucket == with_edge) return false;
+            with_edge = bucket;
+        }
+        return true;
+    }
+
+    // The first place where a code fits, or the end of all places. Beyond the next bucket, places
+    // are as good as those in it.
+    uint32_t find(const CodeRuns& runs, uint32_t lone) const {
+        const uint32_t end = ((cursor_ >> log_) + 2) << log_;
+        for (uint32_t start = cursor_; start < end; ++start)
+            if (fits(runs, start, lone)) return start;
+        return kSpreadSize;
+    }
+
+    // Of four runs or more, the one whose neighbours begin closest to it.
+    static uint32_t crowded(const CodeRuns& runs) {
+        uint32_t best = 2;
+        for (uint32_t i = 3; i + 1 < runs.n; ++i)
+            if (runs.n_slots[i - 1] + runs.n_slots[i] < runs.n_slots[best - 1] + runs.n_slots[best])
+                best = i;
+        return best;
+    }
+
+    void add(uint32_t at, uint32_t first_slot, uint32_t n_slots, bool lone) {
+        const uint32_t bucket = at >> log_, end = (at + n_slots - 1) >> log_;
+        // Numbers of runs behind the lone edge are one less in buckets.
+        uint32_t number = n_runs_ - (map_.lone_edge < kSpreadSize ? 1 : 0);
+        if (is_first(at) || bucket != filled_) {
+            set_first(bucket, number);
+        } else if (lone) {
+            map_.lone_edge = at;
+            --number;
+        } else {
+            map_.entry[bucket] = static_cast<uint16_t>(map_.entry[bucket] + bucket_size() -
+                                                       (at & (bucket_size() - 1)));
+            last_edge_ = bucket;
+        }
+        for (uint32_t b = bucket + 1; b <= end; ++b) set_first(b, number);
+        map_.delta[n_runs_++] = static_cast<uint16_t>(first_slot - at);
+        filled_ = end;
+    }
+
+    void set_first(uint32_t bucket, uint32_t number) {
+        map_.entry[bucket] = static_cast<uint16_t>(map_.entry[bucket] + (number << 8));
+    }
+
+    SpreadMap& map_;
+    uint32_t log_;
+    uint32_t cursor_ = 0;
+    uint32_t n_runs_ = 0;
+    uint32_t last_edge_ = kMaxSpreadBuckets;  // the last bucket that has an edge
+    uint32_t filled_ = kMaxSpreadBuckets;     // the last bucket that has a run
+};
+
+inline bool spread_codes(const RansModel& model, const CodeRuns* runs, uint32_t bucket_log,
+                         SpreadMap& map) {
+    Spreader spreader(map, bucket_log);
+    for (uint32_t c = 0; c < model.n_codes; ++c)
+        if (!spreader.place(runs[c], model.freqs[c], map.start[c])) return false;
     return true;
 }
 
-// Finds the first place at or after `cursor` where a code fits, or the end of all places.
-// `n_before` runs are in the bucket of `cursor`.
-inline uint32_t place_runs(const CodeRuns& runs, uint32_t cursor, uint32_t n_before) {
-    const uint32_t shared = cursor >> kSpreadLog;
-    for (uint32_t start = cursor; start < cursor + 2 * kSpreadSize; ++start)
-        if (runs_fit(runs, start, start >> kSpreadLog == shared ? n_before : 0)) return start;
-    return kSpreadBuckets * kSpreadSize;
-}
-
-// Fills the entries of the buckets that a run covers. `n_runs` counts the runs of each bucket.
-inline void spread_run(uint32_t start, uint32_t first_slot, uint32_t n_slots, SpreadMap& map,
-                       uint8_t* n_runs) {
-    const auto delta = static_cast<uint16_t>((first_slot - start) & (kProbSum - 1));
-    const uint32_t last = (start + n_slots - 1) >> kSpreadLog;
-    for (uint32_t bucket = start >> kSpreadLog; bucket <= last; ++bucket) {
-        if (n_runs[bucket]++ == 0) {
-            map.edge[bucket] = kSpreadSize;  // above all offsets
-            map.first_delta[bucket] = delta;
-            map.second_delta[bucket] = 0;
-        } else {
-            map.edge[bucket] = static_cast<uint16_t>(start & (kSpreadSize - 1));
-            map.second_delta[bucket] = delta;
-        }
-    }
-}
-
-// For a model of at most 32 codes.
+// For a model of at most 64 codes.
 inline void spread_slots(const RansModel& model, const AliasTables& alias, SpreadMap& map) {
-    CodeRuns runs[kNarrowBuckets];
-    collect_runs(model, alias, runs);
-    uint8_t n_runs[kSpreadBuckets + 2] = {};
-    uint32_t cursor = 0;
-    map.found = false;
+    CodeRuns runs[kWideBuckets];
+    const uint32_t n_runs = collect_runs(model, alias, runs);
+    map.found = n_runs <= kMaxSpreadRuns / 2 && model.n_codes <= kNarrowBuckets &&
+                spread_codes(model, runs, kNarrowBucketLog, map);
+    if (!map.found) map.found = spread_codes(model, runs, kWideBucketLog, map);
+    if (!map.found) return;
     for (uint32_t c = 0; c < model.n_codes; ++c) {
-        uint32_t at = place_runs(runs[c], cursor, n_runs[cursor >> kSpreadLog]);
-        if (at + model.freqs[c] > kSpreadBuckets * kSpreadSize) return;
-        map.freq_start[c] = model.freqs[c] | at << kProbBits;
-        map.reciprocal[c] = reciprocal_below(model.freqs[c]);
-        for (uint32_t i = 0; i < runs[c].n; at += runs[c].n_slots[i++])
-            spread_run(at, runs[c].first_slot[i], runs[c].n_slots[i], map, n_runs);
-        cursor = at;
+        const uint32_t reciprocal = reciprocal_below(model.freqs[c]);
+        map.freq[c] = model.freqs[c];
+        map.reciprocal_lower[c] = static_cast<uint16_t>(reciprocal);
+        map.reciprocal_upper[c] = static_cast<uint16_t>(reciprocal >> 16);
     }
-    map.found = true;
 }
 
 }  // namespace packhorse
