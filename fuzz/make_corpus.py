@@ -185,6 +185,14 @@ def seed_frames() -> Iterator[tuple[str, Frame]]:
     for kind in KINDS:  # more lanes, more dimensions
         data = make_units(kind, DTYPES[0], 1 << 14)
         yield f"large-{kind}", compress_buffer(data, "BF16", (2, 64, 64), level="max")
+    for name in ("U16", "I32", "I64"):  # runs of numbers that occurred before, and steps
+        unit = np.dtype(f"u{DTYPE_BY_NAME[name].unit_nbytes}")
+        rng = np.random.default_rng(unit.itemsize)
+        words = rng.integers(0, 30_000, (12, 9)).astype(unit)
+        phrases = words[rng.integers(0, 12, 300)].reshape(-1)
+        rising = np.cumsum(rng.integers(1, 9, 2000)).astype(unit)
+        for kind, units in (("phrases", phrases), ("rising", rising)):
+            yield f"{name}-matches-{kind}", compress_buffer(units.tobytes(), name, units.shape)
     for number, plane_of in enumerate(PLANES):
         data, level = make_plane(3000, *plane_of).tobytes(), list(Level)[1 + number % 2]
         yield f"plane-{number}", build_frame(data, DTYPES[1], (3000,), 12, level)

@@ -100,7 +100,7 @@ struct SpreadRegistersVbmi2 {
 };
 
 // The states of 32 lanes.
-struct LanesVbmi2 {
+struct EncodeLanesVbmi2 {
     __m512i lower, upper;
 };
 
@@ -116,7 +116,7 @@ PACKHORSE_AVX512_VBMI2 PACKHORSE_INLINE __m512i quotient_vbmi2(__m512i dividend,
 // Encodes one unit in each of 32 lanes. The low bits of the elements of `codes` are codes.
 template <bool kWide, bool kLone>
 PACKHORSE_AVX512_VBMI2 PACKHORSE_INLINE void encode_lanes_vbmi2(
-    LanesVbmi2& lanes, __m512i codes, const SpreadRegistersVbmi2<kWide, kLone>& registers,
+    EncodeLanesVbmi2& lanes, __m512i codes, const SpreadRegistersVbmi2<kWide, kLone>& registers,
     uint8_t*& words) {
     const __m512i freq = registers.freq.look_up(codes);
     // A state of freq * 2^20 or more emits a word.
@@ -163,7 +163,7 @@ PACKHORSE_AVX512_VBMI2 inline uint8_t* encode_rounds_spread_vbmi2(const uint8_t*
     Ahead ahead = shared_ahead;
     const __m512i even = _mm512_load_si512(kHalvesOrder.even);
     const __m512i odd = _mm512_load_si512(kHalvesOrder.odd);
-    LanesVbmi2 lanes[4];
+    EncodeLanesVbmi2 lanes[4];
 #pragma GCC unroll 4
     for (int k = 0; k < 4; ++k) {
         const __m512i first = _mm512_loadu_si512(states + 32 * k);

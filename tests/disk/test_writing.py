@@ -17,7 +17,7 @@ from disk_samples import entry, file_bytes, leftovers, write_sample
 import packhorse
 from packhorse.codecs.content import crc32c
 from packhorse.disk import (
-    container,
+    batches,
     pack_file,
     unpack_file,
     verify_file,
@@ -256,7 +256,7 @@ def test_batches_that_overlap_give_the_same_file(tmp_path, monkeypatch, large, w
     options = dict(WAYS[way])
     whole = tmp_path / "whole"
     pack_file(large, whole)
-    monkeypatch.setattr(container, "AHEAD_NBYTES", options.pop("ahead", container.AHEAD_NBYTES))
+    monkeypatch.setattr(batches, "AHEAD_NBYTES", options.pop("ahead", batches.AHEAD_NBYTES))
     if not options.pop("direct", True):
         monkeypatch.delattr(os, "O_DIRECT", raising=False)
     pack_file(large, tmp_path / "packed", **options)

@@ -21,24 +21,18 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field, replace
-from itertools import accumulate, islice, pairwise
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from packhorse.arguments import resolve_level, resolve_threads
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.base_files import (
     BaseLike,
     Bases,
-    BaseTensor,
     open_bases,
     place_base,
 )
-from packhorse.disk.folder_index import plain_name
+from packhorse.disk.batches import Coder, Sink, write_frames
 from packhorse.disk.packed_header import (
     PrefixWriter,
     is_packed,
@@ -46,23 +40,19 @@ from packhorse.disk.packed_header import (
 )
 from packhorse.disk.results import FileResult, Progress, TensorPlan, TensorResult
 from packhorse.errors import CorruptionError, blaming
-from packhorse.frame import Frame, max_frame_nbytes, plan_buffer
-from packhorse.frame.many import PackJob, compress_many
+from packhorse.frame import plan_buffer
 from packhorse.framework import Framework
 from packhorse.layout import Level
 from packhorse.storage.locations import Place, open_place, writing
-from packhorse.storage.output_file import PLACING_NBYTES, placed
 from packhorse.storage.safetensors_header import FileHeader, TensorEntry, build_header
 from packhorse.storage.source import header_at, open_source
 from packhorse.storage.source_file import Source, stamp_of
-from packhorse.storage.strict_json import shortened, shown
-from packhorse.threads import batches, one_ahead
+from packhorse.storage.strict_json import shown
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = [
-    "AHEAD_NBYTES",
     "PICKLE_SUFFIXES",
     "Packed",
     "check_tensors",
@@ -74,7 +64,6 @@ __all__ = [
     "pack_tensors",
     "pickle_advice",
     "plan_file",
-    "tensor_result",
     "write_packed",
 ]
 
@@ -84,8 +73,6 @@ PICKLE_SUFFIXES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
 
 # Bytes of a part that are copied at a time.
 _COPY_NBYTES = 1 << 24
-# A batch is packed while the one before is written if they need no more memory together.
-AHEAD_NBYTES = 1 << 29
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,19 +86,6 @@ class Packed:
 
     tensors: tuple[TensorResult, ...]
     base_name: str | None
-
-
-class _Sink(Protocol):
-    """What a packed file is written to: a file or memory."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def write(self, data: Buffer) -> object: ...
-
-    def write_all(self, pieces: Iterable[Buffer]) -> None: ...
-
-    def patch(self, offset: int, data: Buffer) -> None: ...
 
 
 class _Memory(io.BytesIO):
@@ -250,7 +224,7 @@ def write_packed(
             `pack_file`.
     """
     path, origin = open_place(dst, storage_options), None if source is None else source.path
-    coder = _Coder(resolve_level(level), resolve_threads(threads), progress or _ignore)
+    coder = Coder(resolve_level(level), resolve_threads(threads), progress or _ignore)
     with open_bases(place_base(base, storage_options)) as bases:
         if bases is not None:
             bases.refuse_output(path)
@@ -293,7 +267,7 @@ def pack_range(
             `pack_file`.
     """
     path = open_place(src)
-    coder = _Coder(resolve_level(level), resolve_threads(threads), progress or _ignore)
+    coder = Coder(resolve_level(level), resolve_threads(threads), progress or _ignore)
     with open_source(path) as source, open_bases(place_base(base, None)) as bases:
         header = _plain_header(source)
         if bases is not None:
@@ -301,7 +275,7 @@ def pack_range(
             coder = coder.against(bases, header, path, output)
         entries = header.entries[run.start : run.stop]
         with writing(open_place(dst), force=True) as sink:
-            tensors = _write_frames(sink, entries, _map_tensors(source, header, entries), coder)
+            tensors = write_frames(sink, entries, _map_tensors(source, header, entries), coder)
             _check_unchanged(source, bases)
     return Packed(tensors, coder.base_name)
 
@@ -345,7 +319,7 @@ def join_parts(
     return FileResult(path, target, header.file_nbytes, packed_nbytes, tensors)
 
 
-def _append(output: _Sink, part: Place, nbytes: int) -> None:
+def _append(output: Sink, part: Place, nbytes: int) -> None:
     """Copy a part to the end of a file."""
     found = stamp_of(part).nbytes
     if found != nbytes:
@@ -409,41 +383,19 @@ def pack_tensors(
         The bytes of the packed file.
     """
     memory = _Memory()
-    coder = _Coder(resolve_level(level), resolve_threads(threads), _ignore)
+    coder = Coder(resolve_level(level), resolve_threads(threads), _ignore)
     with open_bases(base) as bases:
         coder = coder if bases is None else coder.against(bases, header, None)
         _write_stream(memory, header, buffers, coder)
     return memory.getvalue()
 
 
-@dataclass(frozen=True, slots=True)
-class _Coder:
-    level: Level
-    threads: int
-    progress: Progress
-    bases: Mapping[str, BaseTensor] = field(default_factory=dict)
-    base_name: str | None = None
-
-    def against(
-        self, bases: Bases, header: FileHeader, source: Place | None, output: Place = Path()
-    ) -> _Coder:
-        """This coder, with the bases of a file's tensors."""
-        name = plain_name((source or output).name)
-        chosen = bases.for_packing(header.entries, source, name)
-        return replace(self, bases=chosen, base_name=bases.name)
-
-    def base_of(self, entry: TensorEntry, threads: int) -> tuple[Buffer | None, str | None]:
-        """The bytes and the dtype of a tensor's base; None for both if it has no base."""
-        base = self.bases.get(entry.name)
-        return (None, None) if base is None else (base.read(threads), base.dtype)
-
-
 def _write_stream(
-    sink: _Sink, header: FileHeader, buffers: Iterable[Buffer], coder: _Coder
+    sink: Sink, header: FileHeader, buffers: Iterable[Buffer], coder: Coder
 ) -> tuple[TensorResult, ...]:
     prefix = PrefixWriter(header, coder.base_name)
     sink.write(bytes(prefix.nbytes))
-    tensors = _write_frames(sink, header.entries, buffers, coder)
+    tensors = write_frames(sink, header.entries, buffers, coder)
     sink.patch(0, _rendered(prefix, tensors, coder.base_name))
     return tensors
 
@@ -454,70 +406,6 @@ def _rendered(
     is_based = any(tensor.base_hash for tensor in tensors)
     sizes = [tensor.packed_nbytes for tensor in tensors]
     return prefix.render(sizes, base_name if is_based else None)
-
-
-def _write_frames(
-    sink: _Sink, all_entries: Sequence[TensorEntry], buffers: Iterable[Buffer], coder: _Coder
-) -> tuple[TensorResult, ...]:
-    tensors: list[TensorResult] = []
-    packed = _packed_batches(all_entries, buffers, sink.nbytes, coder)
-    nbytes = sum([entry.nbytes for entry in all_entries])
-    with closing(one_ahead(packed, nbytes)) as batches_of_frames:
-        for frames in batches_of_frames:
-            sink.write_all([frame.buffer() for frame in frames])
-            entries = all_entries[len(tensors) : len(tensors) + len(frames)]
-            for entry, frame in zip(entries, frames, strict=True):
-                tensors.append(tensor_result(entry, frame.nbytes, frame.base_hash))
-            if frames:
-                coder.progress(sum([entry.nbytes for entry in entries]))
-    return tuple(tensors)
-
-
-def _packed_batches(
-    all_entries: Sequence[TensorEntry], buffers: Iterable[Buffer], offset: int, coder: _Coder
-) -> Iterator[list[Frame]]:
-    """The frames of all tensors, batch by batch. A batch lies in one of two buffers, at a place
-    that suits its offset in the file. If it and the batch before take too much memory together, it
-    is packed when that one is written: an empty batch comes between them."""
-    rooms = [max_frame_nbytes(entry.dtype, entry.shape) for entry in all_entries]
-    runs = list(batches([entry.nbytes for entry in all_entries]))
-    # Room for the worst case; it costs nothing, because only pages that frames reach are touched.
-    needed = [sum(rooms[run.start : run.stop]) + PLACING_NBYTES for run in runs]
-    both = [one + other <= AHEAD_NBYTES for one, other in pairwise(needed)]
-    memory = [
-        np.empty(max(needed, default=0), np.uint8),
-        np.empty(min(max(needed, default=0), AHEAD_NBYTES), np.uint8),
-    ]
-    source = iter(buffers)
-    number = 0
-    for run, is_ahead in zip(runs, [False, *both], strict=False):
-        if not is_ahead and run.start:
-            yield []
-        number = 1 - number if is_ahead else 0
-        out = placed(memory[number], offset)
-        entries = all_entries[run.start : run.stop]
-        frames = _pack_batch(entries, rooms[run.start : run.stop], source, out, coder)
-        offset += sum([frame.nbytes for frame in frames])
-        yield frames
-
-
-def _pack_batch(
-    entries: Sequence[TensorEntry],
-    rooms: Sequence[int],
-    source: Iterator[Buffer],
-    out: ByteArray,
-    coder: _Coder,
-) -> list[Frame]:
-    """Frames of the next tensors of `source`, each in its own room in `out`."""
-    buffers = list(islice(source, len(entries)))
-    ends = list(accumulate(rooms))
-    jobs = []
-    for i, entry in enumerate(entries):
-        base, base_dtype = coder.base_of(entry, coder.threads)
-        room = out[ends[i] - rooms[i] : ends[i]]
-        name = shortened(entry.name)
-        jobs.append(PackJob(buffers[i], entry.dtype, entry.shape, room, name, base, base_dtype))
-    return compress_many(jobs, level=coder.level, threads=coder.threads)
 
 
 def plan_file(
@@ -549,7 +437,7 @@ def plan_file(
     """
     path = open_place(src, storage_options)
     _refuse_pickle(path)
-    coder = _Coder(resolve_level(level), resolve_threads(None), _ignore)
+    coder = Coder(resolve_level(level), resolve_threads(None), _ignore)
     with open_source(path) as source, open_bases(place_base(base, storage_options)) as bases:
         header = _plain_header(source)
         coder = coder if bases is None else coder.against(bases, header, path)
@@ -567,7 +455,7 @@ def _check_unchanged(source: Source | None, bases: Bases | None) -> None:
         bases.check_unchanged()
 
 
-def _plan(entry: TensorEntry, buffer: memoryview, coder: _Coder) -> TensorPlan:
+def _plan(entry: TensorEntry, buffer: memoryview, coder: Coder) -> TensorPlan:
     base, base_dtype = coder.base_of(entry, coder.threads)
     plan = plan_buffer(
         buffer, entry.dtype, entry.shape, level=coder.level, base=base, base_dtype=base_dtype
@@ -604,13 +492,6 @@ def pickle_advice(path: Place) -> str:
         f"tensors = torch.load({path.name!r}, map_location='cpu', weights_only=True); "
         "safetensors.torch.save_file("
         f"{{k: v.clone().contiguous() for k, v in tensors.items()}}, {target!r})`"
-    )
-
-
-def tensor_result(entry: TensorEntry, packed_nbytes: int, base_hash: bytes | None) -> TensorResult:
-    """The result of packing or unpacking a tensor."""
-    return TensorResult(
-        entry.name, entry.dtype, entry.shape, entry.nbytes, packed_nbytes, base_hash
     )
 
 

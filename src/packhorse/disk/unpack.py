@@ -17,7 +17,7 @@ from typing import Any
 from packhorse.arguments import resolve_threads
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.base_files import BaseLike, Lender, based_frames, open_bases, place_base
-from packhorse.disk.container import tensor_result
+from packhorse.disk.batches import tensor_result
 from packhorse.disk.packed_frames import open_frame
 from packhorse.disk.packed_header import PackedHeader, parse_packed_header
 from packhorse.disk.results import FileResult, Progress

@@ -18,6 +18,7 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from packhorse.disk.base_files import Bases, open_parts
+from packhorse.disk.batches import AHEAD_NBYTES
 from packhorse.disk.cluster.existing import fault_of_copy, fault_of_pair
 from packhorse.disk.cluster.results import FileReport
 from packhorse.disk.cluster.steps import (
@@ -38,7 +39,6 @@ from packhorse.disk.cluster.steps import (
     part_of,
 )
 from packhorse.disk.container import (
-    AHEAD_NBYTES,
     Packed,
     join_parts,
     logical_nbytes,

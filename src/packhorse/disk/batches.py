@@ -1,0 +1,139 @@
+"""Packs the tensors of a file in batches, and writes each batch while the next one is packed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, islice, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from packhorse.codecs.base import ByteArray
+from packhorse.disk.base_files import Bases, BaseTensor
+from packhorse.disk.folder_index import plain_name
+from packhorse.disk.results import Progress, TensorResult
+from packhorse.frame import Frame, max_frame_nbytes
+from packhorse.frame.many import PackJob, compress_many
+from packhorse.layout import Level
+from packhorse.storage.locations import Place
+from packhorse.storage.output_file import PLACING_NBYTES, placed
+from packhorse.storage.safetensors_header import FileHeader, TensorEntry
+from packhorse.storage.strict_json import shortened
+from packhorse.threads import batches, one_ahead
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["AHEAD_NBYTES", "Coder", "Sink", "tensor_result", "write_frames"]
+
+# A batch is packed while the one before is written if they need no more memory together.
+AHEAD_NBYTES = 1 << 29
+
+
+class Sink(Protocol):
+    """What a packed file is written to: a file or memory."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def write(self, data: Buffer) -> object: ...
+
+    def write_all(self, pieces: Iterable[Buffer]) -> None: ...
+
+    def patch(self, offset: int, data: Buffer) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Coder:
+    level: Level
+    threads: int
+    progress: Progress
+    bases: Mapping[str, BaseTensor] = field(default_factory=dict)
+    base_name: str | None = None
+
+    def against(
+        self, bases: Bases, header: FileHeader, source: Place | None, output: Place = Path()
+    ) -> Coder:
+        """This coder, with the bases of a file's tensors."""
+        name = plain_name((source or output).name)
+        chosen = bases.for_packing(header.entries, source, name)
+        return replace(self, bases=chosen, base_name=bases.name)
+
+    def base_of(self, entry: TensorEntry, threads: int) -> tuple[Buffer | None, str | None]:
+        """The bytes and the dtype of a tensor's base; None for both if it has no base."""
+        base = self.bases.get(entry.name)
+        return (None, None) if base is None else (base.read(threads), base.dtype)
+
+
+def write_frames(
+    sink: Sink, all_entries: Sequence[TensorEntry], buffers: Iterable[Buffer], coder: Coder
+) -> tuple[TensorResult, ...]:
+    tensors: list[TensorResult] = []
+    packed = _packed_batches(all_entries, buffers, sink.nbytes, coder)
+    nbytes = sum([entry.nbytes for entry in all_entries])
+    with closing(one_ahead(packed, nbytes)) as batches_of_frames:
+        for frames in batches_of_frames:
+            sink.write_all([frame.buffer() for frame in frames])
+            entries = all_entries[len(tensors) : len(tensors) + len(frames)]
+            for entry, frame in zip(entries, frames, strict=True):
+                tensors.append(tensor_result(entry, frame.nbytes, frame.base_hash))
+            if frames:
+                coder.progress(sum([entry.nbytes for entry in entries]))
+    return tuple(tensors)
+
+
+def _packed_batches(
+    all_entries: Sequence[TensorEntry], buffers: Iterable[Buffer], offset: int, coder: Coder
+) -> Iterator[list[Frame]]:
+    """The frames of all tensors, batch by batch. A batch lies in one of two buffers, at a place
+    that suits its offset in the file. If it and the batch before take too much memory together, it
+    is packed when that one is written: an empty batch comes between them."""
+    rooms = [max_frame_nbytes(entry.dtype, entry.shape) for entry in all_entries]
+    runs = list(batches([entry.nbytes for entry in all_entries]))
+    # Room for the worst case; it costs nothing, because only pages that frames reach are touched.
+    needed = [sum(rooms[run.start : run.stop]) + PLACING_NBYTES for run in runs]
+    both = [one + other <= AHEAD_NBYTES for one, other in pairwise(needed)]
+    memory = [
+        np.empty(max(needed, default=0), np.uint8),
+        np.empty(min(max(needed, default=0), AHEAD_NBYTES), np.uint8),
+    ]
+    source = iter(buffers)
+    number = 0
+    for run, is_ahead in zip(runs, [False, *both], strict=False):
+        if not is_ahead and run.start:
+            yield []
+        number = 1 - number if is_ahead else 0
+        out = placed(memory[number], offset)
+        entries = all_entries[run.start : run.stop]
+        frames = _pack_batch(entries, rooms[run.start : run.stop], source, out, coder)
+        offset += sum([frame.nbytes for frame in frames])
+        yield frames
+
+
+def _pack_batch(
+    entries: Sequence[TensorEntry],
+    rooms: Sequence[int],
+    source: Iterator[Buffer],
+    out: ByteArray,
+    coder: Coder,
+) -> list[Frame]:
+    """Frames of the next tensors of `source`, each in its own room in `out`."""
+    buffers = list(islice(source, len(entries)))
+    ends = list(accumulate(rooms))
+    jobs = []
+    for i, entry in enumerate(entries):
+        base, base_dtype = coder.base_of(entry, coder.threads)
+        room = out[ends[i] - rooms[i] : ends[i]]
+        name = shortened(entry.name)
+        jobs.append(PackJob(buffers[i], entry.dtype, entry.shape, room, name, base, base_dtype))
+    return compress_many(jobs, level=coder.level, threads=coder.threads)
+
+
+def tensor_result(entry: TensorEntry, packed_nbytes: int, base_hash: bytes | None) -> TensorResult:
+    """The result of packing or unpacking a tensor."""
+    return TensorResult(
+        entry.name, entry.dtype, entry.shape, entry.nbytes, packed_nbytes, base_hash
+    )
