@@ -29,6 +29,7 @@ struct EncodeScratch {
     RansEncodeTables* tables;
     PlaneChoice choices[kMaxPlanes];
     const uint8_t* next_src = nullptr;  // units that this worker will probably encode next
+    const uint8_t* after = nullptr;     // the same, once the tensor is done
     bool cold_output = false;   // whether the output goes to memory that is not in the cache
     bool others_stored = true;  // whether all planes but the first were stored in the last chunk
 };

@@ -170,9 +170,10 @@ inline void pack_many(std::vector<PackJob>& jobs, Level level, std::size_t threa
         const PackItem& item = items[i];
         PackTask& task = tasks[item.job];
         if (!item.is_shared) task.is_plain = is_plain_job(jobs[item.job]);
-        if (task.is_plain)
-            task.work(item.chunk, item.is_shared ? n_workers : 1,
-                      workers[w].for_tensor(jobs[item.job].geometry), isa);
+        EncodeWorker& worker = workers[w].for_tensor(jobs[item.job].geometry);
+        const bool more = !item.is_shared && i + n_workers < items.size();
+        worker.scratch.after = more ? jobs[items[i + n_workers].job].src : nullptr;
+        if (task.is_plain) task.work(item.chunk, item.is_shared ? n_workers : 1, worker, isa);
     });
 }
 

@@ -120,9 +120,12 @@ inline UnpackFault unpack_many(const std::vector<UnpackJob>& jobs, bool check_cr
         const std::size_t job = worker.last_job = batch.job_of(item, worker.last_job);
         const EncodedTensor& tensor = batch.tensor(job);
         const std::size_t chunk = item - batch.first_of(job);
-        const bool more = chunk + n_workers < tensor.geometry.n_chunks();
-        DecodeScratch scratch{worker.planes.get(), worker.whole.get(),
-                              more ? tensor.chunk(chunk + n_workers) : nullptr};
+        DecodeScratch scratch{worker.planes.get(), worker.whole.get(), nullptr};
+        if (item + n_workers < n_items) {
+            const std::size_t next = batch.job_of(item + n_workers, job);
+            scratch.next_encoded =
+                batch.tensor(next).chunk(item + n_workers - batch.first_of(next));
+        }
         const Status status =
             decode_plain_chunk(tensor, chunk, check_crc, past_cache, scratch,
                                batch.dst(job) + chunk * tensor.geometry.chunk_nbytes(), isa);

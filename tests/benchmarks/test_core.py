@@ -42,16 +42,15 @@ def test_every_part_is_timed_on_every_code_path(program: Path, level: core.Level
 
 
 def test_the_stages_of_the_encoder_are_timed_on_every_code_path(program: Path) -> None:
-    for isa in core.Isa:
-        if isa <= core.best_isa():
-            table = core.table_of_stages(program, weights(40_001), 2, 14, isa, 1).splitlines()
-            assert table[0].startswith("| stage | us a chunk | cycles an element, at ")
-            assert [line.split(" | ")[0] for line in table[2:5]] == [
-                "| split-and-hash",
-                "| first-look",
-                "| histogram",
-            ]
-            assert table[-1].endswith(" GB/s")
+    for isa in core.available_isas():
+        table = core.table_of_stages(program, weights(40_001), 2, 14, isa, 1).splitlines()
+        assert table[0].startswith("| stage | us a chunk | cycles an element, at ")
+        assert [line.split(" | ")[0] for line in table[2:5]] == [
+            "| split-and-hash",
+            "| first-look",
+            "| histogram",
+        ]
+        assert table[-1].endswith(" GB/s")
 
 
 def test_a_plane_of_noise_is_not_timed(program: Path) -> None:
