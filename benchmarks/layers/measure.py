@@ -353,15 +353,14 @@ def _time_packing(plain: "nn.Module", rounds: int) -> dict[str, float]:
 def _plan(scale: Scale) -> dict[str, Any]:
     from packhorse import _core
     from packhorse.codecs.base import as_bytes
-    from packhorse.frame.header import read_header
     from packhorse.gpu.plans import plan_chunks
     from packhorse.numpy import compress
 
     rng = np.random.default_rng(SEED)
     values = (0.02 * rng.standard_normal(scale.plan_units, np.float32)).astype(ml_dtypes.bfloat16)
-    frame = as_bytes(compress(values).to_bytes(), "frame")
-    header = read_header(frame, None, 0, None)
-    payload = frame[header.header_nbytes :]
+    frame = compress(values)
+    header = frame.header
+    payload = as_bytes(frame.buffer(), "frame")[header.header_nbytes :]
     plan = plan_chunks(payload, header.table, header.geometry)
     best = _best_of(
         {

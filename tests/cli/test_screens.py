@@ -37,7 +37,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         tensors = {
             name: RNG.normal(0, 0.02, (320, 1024)).astype(ml_dtypes.bfloat16) for name in NAMES
         }
-        tensors["ids"] = np.arange(1000) + k
+        tensors["ids"] = RNG.integers(0, 1 << 40, 1000)
         save_file(tensors, folder / f"m{k}.safetensors")
         SnapshotStore(folder / "store").take_files(f"step-{k}", [folder / f"m{k}.safetensors"])
     pack_file(folder / "m0.safetensors", folder / "m.ph.safetensors")

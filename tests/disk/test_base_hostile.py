@@ -342,7 +342,7 @@ def test_interrupted_work_leaves_nothing(tmp_path, pair, packed):
 
 def based_file(**hooks: Callable) -> tuple[bytes, bytes, bytes]:
     """A packed file of one tensor with a base, its original, and the file of the base."""
-    units = np.arange(3000, dtype=np.uint16)
+    units = np.random.default_rng(3).integers(0, 60_000, 3000, np.uint16)
     old, new = units.tobytes(), (units + (units % 7 == 0)).tobytes()
     original = fb.original_file({"w": ("U16", (3000,), new)}, None)
     frame = compress_buffer(new, "U16", (3000,), base=old).to_bytes()

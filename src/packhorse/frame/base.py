@@ -44,7 +44,7 @@ __all__ = [
 _CASTS = {("F32", "BF16"): 1, ("F32", "F16"): 2}
 _CAST_NBYTES = 4  # bytes of a unit of such a base
 _CLEARLY_LESS = 0.7
-_MUST_SAVE = 1 / 64  # of the size without the base, because restoring then takes the base too
+_MUST_SAVE = 1 / 32  # of the size without the base, because restoring then takes the base too
 _NAME_NBYTES = BASE_BLOCK_NBYTES + FRAME_ALIGNMENT  # the most that naming a base adds to a frame
 
 
