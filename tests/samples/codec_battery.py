@@ -383,7 +383,7 @@ class Sample:
     @functools.cached_property
     def _chunks(self) -> list[tuple[int, int, int]]:
         """The place of each chunk's checksum, and where the chunk begins and ends."""
-        header = Frame.from_buffer(self.frame)._header
+        header = Frame.from_buffer(self.frame).header
         n_chunks, n_columns = header.table.shape
         table = FIXED_HEADER_NBYTES + 8 * len(header.shape)
         table += 0 if self.base is None else BASE_BLOCK_NBYTES
