@@ -186,6 +186,9 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     missing = sorted(set(sets.TRAINING_NAMES) - set(sets.NAMES))
     if args.full and missing:
         print(f"\nnot measured: {', '.join(missing)}: make them first, with: make training")
+    missing = sorted(set(sets.FETCHED_NAMES) - set(sets.NAMES))
+    if args.full and missing:
+        print(f"\nnot measured: {', '.join(missing)}: fetch them first, with: make data")
     for name, reason in result["absent"].items():
         print(f"\nnot measured: {name}: {reason}")
     return result

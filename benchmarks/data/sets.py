@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from benchmarks.data import integers, quantised, wordnet
 
 __all__ = [
+    "FETCHED_NAMES",
     "FILE_KINDS",
     "NAMES",
     "PINNED",
@@ -406,6 +407,7 @@ _FETCHED = {
 }
 _RECIPES = _MADE | _FETCHED | _TRAINED
 TRAINING_NAMES = tuple(_TRAINED)
+FETCHED_NAMES = tuple(_FETCHED)
 # The sets of the training run are offered only if the run has been made, and WordNet's only if it
 # has been fetched.
 NAMES = (

@@ -422,7 +422,9 @@ def test_forced_paths_have_a_demand_of_their_own(benchmarks: dict[str, ModuleTyp
 def test_every_target_has_data_and_rivals_that_exist(benchmarks: dict[str, ModuleType]) -> None:
     targets, codecs = benchmarks["codecs.targets"], benchmarks["codecs.peers"].CODECS
     assert set(targets.RIVALS) <= set(codecs)
-    assert set(targets.DATA) <= {*benchmarks["run"].NAMES, *benchmarks["data.sets"].TRAINING_NAMES}
+    sets = benchmarks["data.sets"]
+    known = {*benchmarks["run"].NAMES, *sets.TRAINING_NAMES, *sets.FETCHED_NAMES}
+    assert set(targets.DATA) <= known
     for target in targets.TARGETS:
         assert target.codec in OURS
         for check in target.checks:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from packhorse.disk import PackhorseReader, PackhorseWriter
 from packhorse.disk.dcp.checkpoint_manifest import MAX_DELTAS, parse_manifest
 from packhorse.disk.dcp.pack_files import split_volumes
 from packhorse.errors import CorruptionError
+from packhorse.frame import Frame
+from packhorse.frame.many import PackJob
 from packhorse.storage.frames import packer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is ")
@@ -413,15 +416,15 @@ def test_a_master_that_changes_meanwhile_spoils_the_save(
 ) -> None:
     """The copy would name a base that does not exist."""
     state = mixed(0)
-    compress = packer.compress_buffer
+    compress = packer.compress_many
 
-    def disturbed(*args: Any, **kwargs: Any) -> Any:
-        frame = compress(*args, **kwargs)
-        if kwargs["name"].startswith("master"):
+    def disturbed(jobs: Sequence[PackJob], **kwargs: Any) -> list[Frame]:
+        frames = compress(jobs, **kwargs)
+        if any(job.name is not None and job.name.startswith("master") for job in jobs):
             state["master"]["w"].add_(1)
-        return frame
+        return frames
 
-    monkeypatch.setattr(packer, "compress_buffer", disturbed)
+    monkeypatch.setattr(packer, "compress_many", disturbed)
     state["model"]["w"] = (state["master"]["w"] + 1).bfloat16()
     state["model"]["w"].view(-1)[:64] = state["master"]["w"].view(-1)[:64].bfloat16()
     with failing() as errors:
