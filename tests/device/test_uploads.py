@@ -111,7 +111,7 @@ def test_all_kinds_of_tensors(tmp_path: Path, decoded: list[tuple[int, ...]]) ->
     for name, tensor in tensors.items():
         assert same(found[name], tensor), name
         assert same(host[name], tensor), name
-    assert len(decoded) >= 14
+    assert len(decoded) >= 12  # kernels know no matches
     with packhorse.open_file(path, "pt", device="cpu") as file:
         assert list(file.get_tensors()) == list(host)
 
