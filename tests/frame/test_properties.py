@@ -99,7 +99,12 @@ def test_a_plan_says_what_was_done(tensor: tuple[str, tuple[int, ...], bytes], l
     dtype, shape, data = tensor
     frame = compress_buffer(data, dtype, shape, level=level)
     plan = plan_buffer(data, dtype, shape, level=level)
-    assert plan == frame.plan
+    done = frame.plan
+    assert done is not None
+    # A frame that was packed without a plan says how long its planes are, not what was expected.
+    assert done._replace(estimated_nbytes=0, planes=()) == plan._replace(
+        estimated_nbytes=0, planes=()
+    )
     assert plan.split == frame.split
     assert plan.reason
     assert 0 <= plan.estimated_nbytes <= len(data) + 64
