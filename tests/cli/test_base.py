@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
+import torch
 from base_samples import N_BASED, checkpoints, write_checkpoints, write_folder
 from cli_samples import Ended, contents
 from safetensors.torch import save_file
 
 from packhorse.cli import main
+from packhorse.cli.render import _STYLES
+from packhorse.layout import Mode
 
 Run = Callable[..., Ended]
 Pair = tuple[Path, Path]
@@ -80,6 +83,24 @@ def test_a_missing_base_is_one_line_with_the_remedy(tmp_path: Path, packed: Path
     assert line.startswith(f"bad: {packed}: tensor ")
     assert "--base PATH" in line
     assert contents(tmp_path) == before
+
+
+def test_inspect_draws_a_few_differences(tmp_path: Path, run: Run):
+    old = {"w": torch.randn(500, 400, generator=torch.Generator().manual_seed(0)).bfloat16()}
+    new = {"w": old["w"].clone()}
+    new["w"][::50, ::50] *= 2
+    for name, tensors in (("old", old), ("new", new)):
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+    packed = tmp_path / "x.ph.safetensors"
+    base = ["--base", tmp_path / "old.safetensors"]
+    assert run("pack", tmp_path / "new.safetensors", "-o", packed, *base).code == 0
+    shown = run("inspect", packed)
+    assert shown.code == 0
+    assert "sparse delta" in shown.out.replace("_", " ")
+
+
+def test_every_mode_has_a_glyph():
+    assert {mode.name.lower() for mode in Mode} <= _STYLES.keys()
 
 
 def test_another_base_is_one_line(tmp_path: Path, packed: Path, run: Run):

@@ -83,6 +83,7 @@ _STYLES = {
     "matches": ("░", "-", "bright_magenta"),
     "constant": ("▏", "|", "cyan"),
     "delta": ("▚", "%", "bright_cyan"),
+    "sparse_delta": ("▞", "/", "bright_blue"),
     _SAVED: ("·", ".", "dim"),
 }
 
