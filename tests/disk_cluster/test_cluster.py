@@ -258,7 +258,7 @@ def test_against_a_base(client: Any, tmp_path: Path):
     base = write_folder(tmp_path / "base")
     tuned = write_folder(tmp_path / "tuned")
     result = pack_many([tuned], client=client, base=base, part_nbytes=300_000)
-    assert sum(report.n_delta for report in result) > 4
+    assert sum(report.n_delta for report in result) >= 4
     pack_folder(tuned, tmp_path / "same", base=base)
     assert contents(tmp_path / "tuned.ph") == contents(tmp_path / "same")
     assert verify_many([tmp_path / "same"], base=base, client=client).ok
