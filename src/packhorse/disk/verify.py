@@ -36,6 +36,8 @@ __all__ = ["verify_file"]
 
 # What a thread checks at a time: whole chunks, and whole leaves of the content hash.
 _PART_NBYTES = 1 << 22
+# A tensor that is said to be larger is checked as a whole, so that a lie does not make a long list.
+_MAX_IN_PARTS_NBYTES = 1 << 38
 _CAPITAL_ESCAPE = (
     "a JSON escape in the header has upper-case digits, which Packhorse does not write; probably "
     "one bit has flipped, and the rest is intact: unpack the file, and pack it again"
@@ -177,7 +179,8 @@ class _Verifier:
         for run in batches(sizes, _PART_NBYTES):
             nbytes = sum(sizes[run.start : run.stop])
             some = entries[run.start : run.stop]
-            if nbytes <= _PART_NBYTES or not self.originals:
+            in_parts = _PART_NBYTES < nbytes <= _MAX_IN_PARTS_NBYTES
+            if not in_parts or not self.originals:
                 yield _Job(some, nbytes, 0, is_part=False, is_last=True)
                 continue
             for start in range(0, nbytes, _PART_NBYTES):
