@@ -243,13 +243,14 @@ def test_documents_and_packs_go(store: FrameStore) -> None:
 def test_a_tensor_that_changes_meanwhile_is_refused(
     store: FrameStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    array, compress = floats(1), packer.compress_buffer
+    array, compress = floats(1), packer.compress_many
 
-    def meddle(*args: Any, **kwargs: Any) -> Frame:
-        array[0, 0] += 1
-        return compress(*args, **kwargs)
+    def meddle(jobs: Any, **kwargs: Any) -> list[Frame]:
+        if jobs:
+            array[0, 0] += 1
+        return compress(jobs, **kwargs)
 
-    monkeypatch.setattr(packer, "compress_buffer", meddle)
+    monkeypatch.setattr(packer, "compress_many", meddle)
     with pytest.raises(ChangedError, match="x: the tensor changed"):
         add(store, [item("x", array)])
     (ref,) = add(store, [item("x", array)], options(is_strict=False))

@@ -28,7 +28,7 @@ moto = pytest.importorskip("moto.server")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what the libraries of AWS are warned of
 
 Run = Callable[..., Ended]
-STATE = {"w": np.arange(300_000, dtype=np.float32)}
+STATE = {"w": np.random.default_rng(2).integers(0, 1 << 60, 300_000)}
 ONCE = {"retries": {"max_attempts": 0}, "connect_timeout": 2, "read_timeout": 2}
 
 

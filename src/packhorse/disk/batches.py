@@ -37,17 +37,31 @@ class Sink(Protocol):
     """What a packed file is written to: a file or memory."""
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """The number of bytes appended so far."""
 
-    def write(self, data: Buffer) -> object: ...
+    def write(self, data: Buffer) -> object:
+        """Append bytes."""
 
-    def write_all(self, pieces: Iterable[Buffer]) -> None: ...
+    def write_all(self, pieces: Iterable[Buffer]) -> None:
+        """Append several pieces."""
 
-    def patch(self, offset: int, data: Buffer) -> None: ...
+    def patch(self, offset: int, data: Buffer) -> None:
+        """Overwrite bytes that were appended before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Coder:
+    """How the tensors of a file are packed.
+
+    Attributes:
+        level: how hard to try.
+        threads: how many to use.
+        progress: called with the bytes of tensors that were packed and written.
+        bases: the base of each tensor that has one, by name.
+        base_name: what the file calls its base.
+    """
+
     level: Level
     threads: int
     progress: Progress
@@ -71,6 +85,17 @@ class Coder:
 def write_frames(
     sink: Sink, all_entries: Sequence[TensorEntry], buffers: Iterable[Buffer], coder: Coder
 ) -> tuple[TensorResult, ...]:
+    """Pack tensors and write their frames.
+
+    Args:
+        sink: where the frames go.
+        all_entries: the tensors, in the order of the file.
+        buffers: their bytes, in the same order.
+        coder: how they are packed.
+
+    Returns:
+        What was done with each tensor.
+    """
     tensors: list[TensorResult] = []
     packed = _packed_batches(all_entries, buffers, sink.nbytes, coder)
     nbytes = sum([entry.nbytes for entry in all_entries])

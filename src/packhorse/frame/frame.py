@@ -301,7 +301,14 @@ class Frame(FrameFacts):
             raise BaseMismatchError(f"{label(self._name)}{error}") from None
 
     def encoded(self, base: Base | None) -> EncodedTensor | ZstdJob:
-        """The frame in the form that its decoder takes: the core's, or `ZstdJob` for Zstandard."""
+        """The frame in the form that its decoder takes.
+
+        Args:
+            base: the base, if the frame has one and it is there.
+
+        Returns:
+            The core's form, or `ZstdJob` for Zstandard.
+        """
         header = self.header
         if self._opened.has_zstd:
             return ZstdJob(header, self._data, base, self._chunk_error)
