@@ -184,9 +184,10 @@ class FrameTable(TensorTable):
         """Decode whole tensors to host memory. Those that have no base are decoded in one call."""
         tensors: dict[str, Any] = {}
         jobs: list[UnpackJob] = []
+        opened: dict[str, Frame] = {}
         for entry in entries:
             self.check_limit(entry.name, entry.nbytes)
-            frame = frames.get(entry.name) or self.frame(entry.name)
+            frame = opened[entry.name] = frames.get(entry.name) or self.frame(entry.name)
             if frame.base_hash is not None:
                 continue
             tensor = self.new_tensor(entry, entry.shape)
@@ -204,7 +205,7 @@ class FrameTable(TensorTable):
 
         def decode(i: int, threads: int) -> Any:
             name, shape, nbytes = rest[i].name, rest[i].shape, rest[i].nbytes
-            return self.decode(name, shape, 0, nbytes, threads, frames.get(name))
+            return self.decode(name, shape, 0, nbytes, threads, opened[name])
 
         decoded = map_tensors(decode, [entry.nbytes for entry in rest], self._threads)
         tensors.update(zip([entry.name for entry in rest], decoded, strict=True))
