@@ -133,7 +133,9 @@ def run_parts(
     for i, name in enumerate(args.part):
         share = shares[name] / whole
         note = partial(keep_part, args, parts, name)
-        run = Run(args.smoke, started + share * args.budget, args.cache, args.again, note)
+        ends = started + share * args.budget
+        strategies = getattr(args, "strategy", ())
+        run = Run(args.smoke, ends, args.cache, args.again, note, strategies)
         print(f"\n## {name}\n", flush=True)
         try:
             with warnings.catch_warnings():
@@ -204,6 +206,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="folder of the figures, instead of the usual one")
     parser.add_argument("--cache", type=Path, help="folder of the autotuner's cache")
     parser.add_argument("--again", action="store_true", help="tune what was tuned before, too")
+    parser.add_argument(
+        "--strategy", nargs="+", default=(), help="repeat only these: fused, stream, decode"
+    )
     parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU; times mean nothing")
     return parser.parse_args(argv)
 

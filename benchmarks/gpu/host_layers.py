@@ -17,14 +17,14 @@ only to `--out`.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 from benchmarks.gpu import command
 
 SHAPE = (14336, 4096)  # the largest matrix of a layer of a Llama of 8B
-N_LAYERS = 16  # 1.9 GB of BF16, far more than any cache
+N_LAYERS = 8  # .9 GB of BF16, far more than any cache
 TOKENS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -42,13 +42,11 @@ def main(argv: list[str]) -> int:
 
 
 def _measure_all(args: argparse.Namespace) -> dict[str, Any]:
-    rows = measure(args.smoke, args.rounds)
-    print_rows(rows)
-    return {"rows": rows}
+    return {"rows": measure(args.smoke, args.rounds)}
 
 
 def measure(smoke: bool, n_rounds: int) -> list[dict[str, Any]]:
-    """Seconds of a layer for each way and number of tokens.
+    """Seconds of a layer for each way and number of tokens, which are printed as they come.
 
     Args:
         smoke: on a tiny scale, on the host.
@@ -67,11 +65,13 @@ def measure(smoke: bool, n_rounds: int) -> list[dict[str, Any]]:
     device = torch.device("cpu" if smoke else "cuda:0")
     n_rows, n_columns = (16, 96) if smoke else SHAPE
     ways = _ways(device, n_rows, n_columns, 2 if smoke else N_LAYERS)
+    print_head(name for name in ways if name != "plain device")
     rows = []
     for n_tokens in (3,) if smoke else TOKENS:
         x = torch.randn(n_tokens, n_columns, generator=torch.Generator().manual_seed(n_tokens))
         x = x.to(device, torch.bfloat16)
         expected: dict[bool, Any] = {}
+        found = []
         for name, (layers, nbytes) in ways.items():
             calls = [partial(layer, x) for layer in layers]
             same = expected.setdefault("plain" in name, calls[0]())
@@ -79,9 +79,10 @@ def measure(smoke: bool, n_rounds: int) -> list[dict[str, Any]]:
                 raise SystemExit(f"{name} with {n_tokens} tokens gives other bits")
             if name != "plain device":
                 seconds = time_calls(calls, device, n_rounds=n_rounds)
-                rows.append(
-                    {"way": name, "n_tokens": n_tokens, "seconds": seconds, "nbytes": nbytes}
-                )
+                row = {"way": name, "n_tokens": n_tokens, "seconds": seconds, "nbytes": nbytes}
+                found.append(row)
+        print_rows(found)
+        rows += found
     return rows
 
 
@@ -158,15 +159,16 @@ class _Plain:
         self.view = memory.tensor(device).view(torch.bfloat16).view(plain.shape)
 
 
-def print_rows(rows: Sequence[dict[str, Any]]) -> None:
-    """Print a table: microseconds of a layer, and GB/s of its bytes in host memory."""
-    names = list(dict.fromkeys(row["way"] for row in rows))
+def print_head(names: Iterable[str]) -> None:
+    """Print what `print_rows` prints for each number of tokens."""
     print("microseconds of a layer (GB/s of its bytes in host memory)")
-    print("tokens", *(f"{name:>20}" for name in names))
-    for n_tokens in dict.fromkeys(row["n_tokens"] for row in rows):
-        cells = []
-        for row in rows:
-            if row["n_tokens"] == n_tokens:
-                rate = f" ({row['nbytes'] / row['seconds'] / 1e9:.1f})" if row["nbytes"] else ""
-                cells.append(f"{row['seconds'] * 1e6:.0f}{rate}".rjust(20))
-        print(f"{n_tokens:6}", *cells)
+    print("tokens", *(f"{name:>20}" for name in names), flush=True)
+
+
+def print_rows(rows: Sequence[dict[str, Any]]) -> None:
+    """Print the ways of one number of tokens."""
+    cells = []
+    for row in rows:
+        rate = f" ({row['nbytes'] / row['seconds'] / 1e9:.1f})" if row["nbytes"] else ""
+        cells.append(f"{row['seconds'] * 1e6:.0f}{rate}".rjust(20))
+    print(f"{rows[0]['n_tokens']:6}", *cells, flush=True)

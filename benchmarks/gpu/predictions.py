@@ -225,17 +225,15 @@ Written by `python benchmarks/gpu.py predict --write`; do not edit by hand.
 
 ## What is not measured
 
-**Nothing on this page was measured on a GPU yet.** Formats and kernels are proven without one:
-every bit and every sum in Triton's interpreter; instructions, registers and shared memory in the
-machine code of offline compilation. Their speed is not proven. Not measured yet are:
+Formats and kernels are proven without a GPU: every bit and every sum in Triton's interpreter;
+instructions, registers and shared memory in the machine code of offline compilation. An H200
+has run most of it once ([decisions](decisions.md), section 42). Not measured yet are:
 
-- the speed of decoding, and of fused products of W12 and W11, compared with BF16;
-- tokens a second and memory of a whole model on a GPU;
-- how fast a packed file is loaded to a GPU, uploaded packed or decoded on the host;
-- what the autotuner finds, and how far the model of time is from it;
+- what the autotuner finds; all measured products below ran untuned;
+- matrices of a larger model, and the larger ones of the smaller model, with W12 and W11;
 - DFloat11 and nvCOMP on the same card;
-- gathers of packed tables from memory of the host (`python benchmarks/gpu.py host`);
-- layers whose weights lie in memory of the host (`python benchmarks/gpu.py layers`).
+- layers whose weights lie in memory of the host (`python benchmarks/gpu.py layers`);
+- any card but an H200.
 
 One command measures all of it on a machine with a GPU (PyTorch, Triton; no network). A call takes
 less than nine minutes, and rivals are measured where they are installed:
@@ -253,9 +251,10 @@ the packages that it may lack, and `device --wheels FOLDER` installs them there.
 """
 _PREDICTED = """## Predictions for an H200
 
-**Predictions, not yet measured on a GPU**, by the model of time (`device/cost.py`): bytes at the
-4.3 TB/s that copies reach on this card, instructions as counted in the machine code, tensor
-throughput, L2, what one multiprocessor can draw, and the start and end of programs. Figures are
+**Predictions**, by the model of time (`device/cost.py`): bytes at the 4.3 TB/s that copies reach on
+this card, instructions as counted in the machine code, tensor throughput, L2, what one
+multiprocessor can draw, and the start and end of programs. The tables above show what an H200 took
+beside it. `choose` multiplies predictions of the kernels in CUDA C++ by that share. Figures are
 microseconds for a product; in parentheses is the speed relative to BF16. W12 and W11 run as they
 are chosen where nothing was tuned: by Triton's kernels, and by those in CUDA C++, which Hopper
 takes with 1 to 256 tokens where NVRTC is there. The latter have a model of their own
@@ -281,7 +280,7 @@ _STREAMED = """### The kernels in CUDA C++
 On Hopper, where NVRTC and a driver are there (`device/stream.py`), products take the kernels in
 CUDA C++ with up to 32 tokens, so that all small batches add in the same order, and with 33 to 256
 where they are predicted to be faster than decoding first. This table says which way an untuned
-product with W12 then takes. **Predicted and simulated, not yet measured on a GPU** (`python
+product with W12 then takes. **Predicted and simulated** (`python
 benchmarks/gpu.py simulate --stream`): after a kernel that ends first, and after one that lets them
 start early. A division is rows/tokens/stages of weights/stages of tokens/cluster/splits.
 """
@@ -342,12 +341,28 @@ def _measured() -> Iterator[str]:
         versions = f"PyTorch {kept['torch']}, Triton {kept['triton']}"
         yield f"{kept['date']}, driver {kept['driver']}, {versions}."
         yield ""
+        yield from _models_measured(kept["parts"].get("model", []))
         rows = kept["parts"].get("table", [])
         if isinstance(rows, dict):  # the rows that a part had before it failed
             rows = rows["rows"]
         if rows:
             heads = ["matrix", "tokens", "way", "us", "predicted", "times BF16"]
             yield from _table(heads, (_measured_cells(row) for row in rows))
+
+
+def _models_measured(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """A step of the smaller model; nothing if it was not measured."""
+    if not rows:
+        return
+    yield "A step of a Llama of 8B, with 512 tokens in its cache:"
+    yield ""
+    heads = ["weights", "batch", "ms a step", "tokens a second", "times BF16", "GiB of weights"]
+    cells = (
+        f"{row['weights']} | {row['batch']} | {row['seconds'] * 1e3:.2f} | "
+        f"{row['tokens_per_s']:.0f} | {row['speedup']:.2f} | {row['weights_gib']:.1f}"
+        for row in rows
+    )
+    yield from _table(heads, cells)
 
 
 def _measured_cells(row: dict[str, Any]) -> str:
@@ -359,8 +374,8 @@ def _measured_cells(row: dict[str, Any]) -> str:
 def document() -> str:
     """The page."""
     models = (line for model in MODELS for line in _model_section(model))
-    lines = [*_measured(), *_stream_section(), *_shared_section(), *models]
-    return "\n".join([_HEAD, _PREDICTED, *lines]).rstrip() + "\n"
+    lines = [*_measured(), _PREDICTED, *_stream_section(), *_shared_section(), *models]
+    return "\n".join([_HEAD, *lines]).rstrip() + "\n"
 
 
 def main(argv: list[str]) -> int:

@@ -1,7 +1,7 @@
 """The settings that `gpu.py device` gives to each of its parts."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ class Run:
         cache: folder of the autotuner's cache; None for the usual one.
         again: tune what was tuned before, too.
         keep: writes the rows that a part has so far.
+        strategies: names of the only ones that part `repeat` repeats, if any are given.
     """
 
     smoke: bool
@@ -24,6 +25,7 @@ class Run:
     cache: Path | None
     again: bool
     keep: Callable[[list[dict[str, Any]]], None]
+    strategies: Sequence[str] = ()
 
     def is_late(self) -> bool:
         """Whether the part has to end."""

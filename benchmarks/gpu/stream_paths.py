@@ -123,7 +123,11 @@ def _steps(
     barriers = 2 * config.n_weight_stages + 2 * config.n_token_stages + 2
     first = stream_shared_nbytes(config, format) - 1024 - 8 * barriers
     sizes = (config.n_weight_stages,) * 2 + (config.n_token_stages,) * 2 + (1, 1)
-    places = {first + 8 * sum(sizes[:i]): name for i, name in enumerate(_REST)}
+    places = {
+        first + 8 * (sum(sizes[:i]) + stage): name
+        for i, name in enumerate(_REST)
+        for stage in range(sizes[i])
+    }
     done = []
     for x in path:
         (step,) = issue.steps_of([x], copy_passes=1.0)

@@ -75,6 +75,8 @@ def spread(
             yield _outcome((function, job))
         return
     n_workers = min(_MAX_WORKERS, len(jobs), max((os.cpu_count() or 2) - 1, 1))
+    if not jobs:
+        return
     # Not forked, because a child could not use the GPU. Leaving the block ends processes that are
     # late or hang.
     with multiprocessing.get_context("spawn").Pool(n_workers) as pool:

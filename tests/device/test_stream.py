@@ -71,7 +71,7 @@ def test_launches_start_early(
 
 @pytest.mark.parametrize(
     ("n_tokens", "config"),
-    [(3, StreamConfig(16, 8, 4, 4)), (40, StreamConfig(64, 64, 2, 3, n_splits=2))],
+    [(3, StreamConfig(16, 8, 4, 2, cluster=2)), (40, StreamConfig(64, 64, 2, 3, n_splits=2))],
 )
 def test_tokens_at_any_address(
     n_tokens: int, config: StreamConfig, monkeypatch: pytest.MonkeyPatch

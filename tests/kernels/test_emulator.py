@@ -214,10 +214,25 @@ def test_a_stage_that_is_filled_again_too_early_is_noticed() -> None:
         @%p1 {COPY_BYTES}
     """
     )
+    fence, barrier = "fence.proxy.async.shared::cta;", "bar.sync 0;"
     for late in (True, False):
         with pytest.raises(Fault, match=r"another warp reads, unordered|wait for each other"):
-            run(again.replace("{between}", ""), nbytes=4 * N + 8, late=late, backwards=True)
-    run(again.replace("{between}", "bar.sync 0;"), nbytes=4 * N + 8)
+            run(again.replace("{between}", fence), nbytes=4 * N + 8, late=late, backwards=True)
+    with pytest.raises(Fault, match=r"without fence\.proxy\.async"):
+        run(again.replace("{between}", barrier), nbytes=4 * N + 8)
+    run(again.replace("{between}", fence + barrier), nbytes=4 * N + 8)
+
+
+def test_a_phase_that_is_taken_for_a_later_one_is_noticed() -> None:
+    """A warp that has left out a phase: its parity is that of the phase before."""
+    arrive = "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r10];"
+    expect = "@%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r10], 256;"
+    again = WAIT.replace("WAITING", "AGAIN")
+    body = BULK.format(**GOOD, wait=WAIT + "bar.sync 0;" + expect + again)
+    with pytest.raises(Fault, match="takes an older one"):
+        run(body, nbytes=4 * N + 8, late=True)
+    body = BULK.format(**GOOD, wait=WAIT + "bar.sync 0;" + arrive + again.replace("], 0", "], 1"))
+    np.testing.assert_array_equal(everywhere(body, nbytes=4 * N + 8), SOURCE)
 
 
 def test_products_read_only_what_a_fence_has_shown_them() -> None:

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(not _has_compiler(), reason="needs NVRTC: nvidia
 FORMATS = pytest.mark.parametrize("format", WEIGHT_FORMATS.values(), ids=list(WEIGHT_FORMATS))
 
 
-SMALL = StreamConfig(16, 8, 4, 4)
+SMALL = StreamConfig(16, 8, 4, 2, cluster=2)
 
 
 def numbers(*shape: int) -> NDArray[np.uint16]:
@@ -76,7 +76,7 @@ def test_a_tokens_result_does_not_depend_on_the_batch(format: WeightFormat) -> N
     """Nor on rows, stages and clusters."""
     elements, x = model_rows(100, 1100), numbers(32, 1100)
     alone = multiply(elements, x[:1], format, SMALL, track=False)
-    for config in (StreamConfig(32, 8, 5, 2, cluster=2), StreamConfig(16, 32, 5, 2, cluster=4)):
+    for config in (StreamConfig(32, 8, 8, 2, cluster=2), StreamConfig(16, 32, 8, 2, cluster=4)):
         together = multiply(elements, x[: config.block_tokens], format, config, track=False)
         np.testing.assert_array_equal(alone[0], together[0])
 
@@ -136,6 +136,21 @@ def test_splits_that_exceptions_cannot_be_shared_out_to_are_refused(n_splits: in
         plan_stream(64, 64, 64, W12, StreamConfig(64, 64, 2, 3, n_splits=n_splits))
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (StreamConfig(16, 8, 4, 4), "cluster is 1"),
+        (StreamConfig(16, 8, 10, 4, cluster=4), "10 stages of weights"),
+        (StreamConfig(16, 8, 8, 3, cluster=2), "3 of tokens"),
+    ],
+)
+def test_what_few_tokens_cannot_be_divided_to_is_refused(
+    config: StreamConfig, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_stream(64, 64, 8, W12, config)
+
+
 @pytest.mark.parametrize(("n_tokens", "most"), [(8, 2.3), (32, 3.0), (64, 3.6), (128, 3.6)])
 def test_instructions_of_a_weight(n_tokens: int, most: float) -> None:
     """Counted in the longest loop with products."""
@@ -154,8 +169,8 @@ def test_instructions_of_a_weight(n_tokens: int, most: float) -> None:
 
 
 def test_divisions_without_splits_share_their_machine_code() -> None:
-    one, four = StreamConfig(16, 8, 4, 4), StreamConfig(16, 8, 4, 4, n_splits=4)
-    assert stream_options(one, W12) == stream_options(four, W12)
+    four = replace(SMALL, n_splits=4)
+    assert stream_options(SMALL, W12) == stream_options(four, W12)
 
 
 def test_default_divisions_do_not_depend_on_few_tokens() -> None:

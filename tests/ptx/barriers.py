@@ -58,6 +58,16 @@ class _MBarrier:
     has_waited: bool = False  # somebody who arrived had waited for the kernel before
     released: np.ndarray | None = None  # what the last phase brings to those who wait for it
     copies: list["Bulk"] = field(default_factory=list)
+    # By program and warp: the phase when it last went on.
+    seen: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def require_news(self, program: int, warp: int) -> None:
+        """A warp goes on at once, because the last phase had the parity that it waits for. While a
+        phase is under way, this must be one that it has not seen: else it waits for the one under
+        way, or for a later one, and has left out others."""
+        is_begun = self.pending < self.count or self.copies
+        if is_begun and self.phase == self.seen.get((program, warp), 0):
+            raise Fault("waits for a phase of an mbarrier by its parity, and takes an older one")
 
 
 @dataclass
@@ -89,9 +99,12 @@ class _PhaseWait:
         for program in by_program.any(1).nonzero()[0]:
             address, parity = self.addresses[program]
             barrier = self.machine.barriers.find(self.warp, program, program, address)
+            if self.machine.launch.track and barrier.phase & 1 != parity:
+                barrier.require_news(int(program), self.warp.number)
             if self.machine.launch.late and barrier.pending == 0:
                 self.machine.barriers.bring(barrier)
             if barrier.phase & 1 != parity:
+                barrier.seen[int(program), self.warp.number] = barrier.phase
                 result[program] = by_program[program]
                 self.warp.has_waited.reshape(-1, WARP)[program] |= barrier.has_waited
                 if barrier.released is not None:
@@ -259,7 +272,8 @@ class Barriers:
         if machine.launch.track and not barrier.is_fenced:
             raise Fault("a bulk copy counts on an mbarrier without fence.mbarrier_init after it")
         lanes = np.full(job.rows.size, job.lane)
-        machine.shared.begin_copy(warp.number, lanes, job.rows, job.data.shape[1])
+        n = job.data.shape[1]
+        machine.shared.begin_copy(warp.number, lanes, job.rows, n, by_proxy=True)
         barrier.has_waited |= bool(warp.has_waited[job.lane])
         barrier.copies.append(job)
         if not machine.launch.late:

@@ -128,6 +128,8 @@ def compile_send(x: Instruction) -> Callable:
 
     def run(warp: "Warp", mask: np.ndarray | None) -> None:
         machine = warp.machine
+        if machine.launch.cluster == 1:
+            raise Fault("st.async without a cluster: a GPU reports an illegal instruction")
         lanes = machine.lanes(mask)
         values = [np.broadcast_to(read(warp), (warp.n_lanes,))[lanes] for read in reads]
         data = np.stack(values, axis=1).view(np.uint8)

@@ -31,7 +31,7 @@ class Copies:
         machine = self.warp.machine
         shared, n = machine.shared, data.shape[1]
         place = shared.places(lanes, address, n)
-        shared.begin_copy(self.warp.number, lanes, place, n)
+        shared.begin_copy(self.warp.number, lanes, place, n, by_proxy=False)
         if not machine.launch.late:
             shared.put(place, data)
         self.running.append(_Copy(lanes, place, data, np.full(lanes.size, -1)))

@@ -168,6 +168,8 @@ class SharedMemory:
             self.loading = np.zeros(total, np.int16)  # copies to it that are under way
             self.product = np.zeros(total, np.int16)  # products under way that read it
             self.unfenced = np.zeros(total, bool)
+            # Bits of the warps that have read a byte, with no fence.proxy.async since then.
+            self.unfenced_readers = np.zeros(total, np.uint64)
             self.syncs = np.zeros((n_programs, n_warps), np.int16)  # of each warp's lanes
 
     def beside(self, nbytes: int) -> "SharedMemory":
@@ -251,6 +253,10 @@ class SharedMemory:
         self._check_order(warp, lanes, row, n)
         programs = lanes // WARP
         self._set_read(warp, programs, row, n)
+        _rows(self.unfenced_readers, n)[row] |= self._bit(warp, programs)[:, None]
+
+    def _bit(self, warp: int, programs: np.ndarray) -> np.ndarray:
+        return np.uint64(1) << self.number(warp, programs).astype(np.uint64)
 
     def _set_read(self, warp: int, programs: np.ndarray, row: np.ndarray, n: int) -> None:
         clock, numbers = self.own_clock(warp, programs), self.number(warp, programs)
@@ -295,9 +301,16 @@ class SharedMemory:
 
     # Work that runs on.
 
-    def begin_copy(self, warp: int, lanes: np.ndarray, place: np.ndarray, n: int) -> None:
+    def begin_copy(
+        self, warp: int, lanes: np.ndarray, place: np.ndarray, n: int, *, by_proxy: bool
+    ) -> None:
         """Notes a copy to `n` bytes from each place, which runs on."""
         if self.track and place.size:
+            if by_proxy and _rows(self.unfenced_readers, n)[place // n].any():
+                raise Fault(
+                    "a bulk copy overwrites what a warp has read, without fence.proxy.async in "
+                    "that warp: its loads may still be under way"
+                )
             self._check_order(warp, lanes, place // n, n, np.ones((place.size, n), bool))
             _add(self.loading, n, place // n, 1)
 
@@ -340,13 +353,15 @@ class SharedMemory:
     # Order.
 
     def fence(self, warp: int, programs: np.ndarray) -> None:
-        """fence.proxy.async: what the warp knows to be written may now be read by products."""
+        """fence.proxy.async: what the warp knows to be written may now be read by products, and
+        what it has read may now be overwritten by bulk copies."""
         if not self.track:
             return
         for p in programs:
             here = slice(p * self.span, (p + 1) * self.span)
             known = self.clocks[p, warp][self.writer[here]] >= self.write_clock[here]
             self.unfenced[here] &= ~known
+            self.unfenced_readers[here] &= ~self._bit(warp, np.array([p]))[0]
 
     def sync_lanes(self, warp: int, programs: np.ndarray) -> None:
         """All lanes of a warp come together, as by bar.warp.sync."""

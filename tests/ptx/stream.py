@@ -229,18 +229,18 @@ def is_right(case: StreamCase, result: np.ndarray) -> bool:
 
 
 CASES = [
-    StreamCase("W12", StreamConfig(16, 8, 5, 8), 33, 512, 3),
+    StreamCase("W12", StreamConfig(16, 8, 8, 4, cluster=2), 33, 512, 3),
     StreamCase("W12", StreamConfig(32, 8, 4, 4, cluster=2), 70, 1100, 8),
-    StreamCase("W12", StreamConfig(16, 8, 4, 4, n_splits=3), 20, 3200, 5),
-    StreamCase("W12", StreamConfig(16, 16, 4, 4), 20, 523, 20),
-    StreamCase("W12", StreamConfig(48, 32, 5, 2, cluster=4), 100, 300, 32),
-    StreamCase("W11", StreamConfig(16, 8, 6, 4), 40, 1100, 5),
+    StreamCase("W12", StreamConfig(16, 8, 4, 2, cluster=2, n_splits=3), 20, 3200, 5),
+    StreamCase("W12", StreamConfig(16, 16, 4, 2, cluster=2), 20, 523, 20),
+    StreamCase("W12", StreamConfig(48, 32, 4, 2, cluster=4), 100, 300, 32),
+    StreamCase("W11", StreamConfig(16, 8, 8, 2, cluster=2), 40, 1100, 5),
     StreamCase("W11", StreamConfig(32, 16, 4, 2, cluster=2, n_splits=2), 40, 2300, 12),
     StreamCase("W12", StreamConfig(64, 64, 3, 4), 130, 333, 40),
     StreamCase("W12", StreamConfig(128, 128, 2, 3, cluster=2), 140, 200, 70),
     StreamCase("W12", StreamConfig(64, 256, 2, 3, cluster=2), 64, 140, 200),
     StreamCase("W11", StreamConfig(64, 64, 2, 3, n_splits=2), 64, 600, 33),
-    StreamCase("W12", StreamConfig(128, 256, 2, 2, n_splits=2), 136, 520, 256),
+    StreamCase("W12", StreamConfig(64, 256, 2, 2, n_splits=2), 120, 520, 256),
     StreamCase("W12", StreamConfig(64, 128, 2, 2, cluster=2, n_splits=4), 200, 1100, 100),
 ]
 
@@ -259,7 +259,7 @@ def default_cases() -> list[StreamCase]:
 
 # More turns than stages, and several units for each program.
 DAMAGED = [
-    StreamCase("W12", StreamConfig(16, 8, 4, 4), 40, 2040, 3, n_clusters=1),
-    StreamCase("W12", StreamConfig(16, 8, 4, 2, cluster=2), 70, 2040, 8, n_clusters=1),
+    StreamCase("W12", StreamConfig(16, 8, 4, 2, cluster=2), 40, 2040, 3, n_clusters=1),
+    StreamCase("W12", StreamConfig(16, 8, 4, 2, cluster=4), 70, 2040, 8, n_clusters=1),
     StreamCase("W12", StreamConfig(64, 64, 2, 3), 130, 500, 40, n_clusters=1),
 ]

@@ -32,9 +32,7 @@ constexpr uint32_t kTokenStageBytes =
     kMany ? kTokenChunks * kChunkBytes : kSlices * kTokens * kTokenPitch;
 constexpr uint32_t kWeightStageBytes = kRows * kBox * (kSlices + kHighParts);
 constexpr uint32_t kConsumers = kMany ? kRows / 16 : 8;  // warps that multiply
-// The warps that fetch give registers to those that multiply.
-constexpr bool kMoves = kMany && kRows * kTokens > 128 * 128;
-constexpr uint32_t kThreads = 32 * (kConsumers + 4);  // the last group of four warps fetches
+constexpr uint32_t kThreads = 32 * (kConsumers + 4);     // the last group of four warps fetches
 constexpr uint32_t kParts = 8;  // of a row's columns, up to 32 tokens, each with sums of its own
 constexpr uint32_t kSumPitch = kTokens + 4;  // of a row's sums, against conflicts of banks
 constexpr uint32_t kSumBytes = kMany ? 0 : 4 * kParts * kRows * kSumPitch;
@@ -53,6 +51,8 @@ constexpr uint32_t kSharedBytes = 1024 + kWeightStages * kWeightStageBytes +
 static_assert(kSharedBytes == SHARED_NBYTES, "the launcher counts in the same way");
 static_assert(kRows % (kMany ? 64 : 16) == 0, "rows of a program");
 static_assert(kMany || (kWeightStages >= 4 && kTokenStages * kCluster >= 4), "stages of a turn");
+static_assert(kMany || kCluster > 1, "sums are sent with st.async, which needs a cluster");
+static_assert(kRows * kTokens <= 128 * 128, "registers for sums");
 static_assert(kTokenStages >= 2, "a stage is waited for when the next one is under way");
 static_assert(!kMany || kTokenStageBytes % (16 * kCluster) == 0, "parts of a stage of tokens");
 
@@ -153,6 +153,13 @@ __device__ __forceinline__ void copy_bytes(uint32_t dst, const void* src, uint32
             " [%0], [%1], %2, [%3]; }" ::"r"(dst),
             "l"(src), "r"(nbytes), "r"(barrier), "r"(static_cast<uint32_t>(active))
             : "memory");
+}
+
+// What this thread has loaded from shared memory has arrived, so that copies may replace it as soon
+// as it says so. An arrival alone does not wait for loads that are under way: copies by the engine
+// are another proxy (PTX, section 8.6), and came first where products kept shared memory busy.
+__device__ __forceinline__ void finish_loads() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // Waits until the kernels before have ended and their results can be read.

@@ -13,6 +13,10 @@ constexpr uint32_t kPairs = kBoxes;                // of warps
 constexpr uint32_t kTiles = kRows / 16;            // of rows
 constexpr uint32_t kOctets = kTokens / 8;          // of tokens
 constexpr uint32_t kShift = kBits == 12 ? 40 : 0;  // tokens are scaled by 2^kShift
+// A barrier tells phases apart by parity alone. A warp that left out phases could take the one
+// before last for the one that it waits for.
+static_assert(kMany || (kWeightStages % kPairs == 0 && kTokenStages % kMyBoxes == 0),
+              "a stage stays with its warps");
 
 // Sizes that follow from those of a product.
 struct Columns {
@@ -264,6 +268,7 @@ __device__ void consume_few(const Product& p, const Shared& s) {
                 else
                     multiply_box<1>(sums, box, tokens, at);
             }
+            finish_loads();
             __syncwarp();
             barrier_arrive(s.empty_weights + 8 * weights.stage, lane == 0);
             barrier_arrive(s.empty_tokens + 8 * ring.stage, lane == 0);
@@ -435,6 +440,7 @@ __device__ void finish_few(const Product& p, const Shared& s, uint32_t thread) {
         barrier_wait_cluster(s.full_sums, parity);
 #pragma unroll
         for (uint32_t pass = 0; pass < kPasses; ++pass) add_parts(s, finished[pass], sums[pass]);
+        finish_loads();
         __syncwarp();
         barrier_arrive_cluster(s.empty_sums, thread % 32);
 #pragma unroll

@@ -463,6 +463,7 @@ __device__ void consume_many(const Product& p, const Shared& s) {
                 Operand& operand = operands[slice % 2];
                 operand.decode(pieces, box, offsets, slice);
                 if (slice + 1 == kSlices) {
+                    finish_loads();
                     __syncwarp();
                     barrier_arrive(s.empty_weights + 8 * weights.stage, lane == 0);
                 }

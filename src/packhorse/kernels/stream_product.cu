@@ -67,29 +67,25 @@ __cluster_dims__(CLUSTER, 1, 1)
     cluster_sync();
     const uint32_t warp = threadIdx.x / 32;
     if (warp < kConsumers) {
-        if constexpr (kMoves) asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
         if constexpr (kMany)
             consume_many(p, shared);
         else
             consume_few(p, shared);
+    } else if (warp == kConsumers) {
+        if constexpr (kMany)
+            fetch_weights(p, low, high, shared);
+        else
+            fetch_boxes(p, low, high, shared);
+        start_next_kernel();
+    } else if (warp == kConsumers + 1) {
+        if constexpr (kMany)
+            fetch_tokens(p, shared);
+        else
+            fetch_rows(p, shared);
+    } else if constexpr (kMany) {
+        sum_exceptions(p, shared, warp - kConsumers - 2);
     } else {
-        if constexpr (kMoves) asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
-        if (warp == kConsumers) {
-            if constexpr (kMany)
-                fetch_weights(p, low, high, shared);
-            else
-                fetch_boxes(p, low, high, shared);
-            start_next_kernel();
-        } else if (warp == kConsumers + 1) {
-            if constexpr (kMany)
-                fetch_tokens(p, shared);
-            else
-                fetch_rows(p, shared);
-        } else if constexpr (kMany) {
-            sum_exceptions(p, shared, warp - kConsumers - 2);
-        } else {
-            finish_few(p, shared, threadIdx.x - 32 * (kConsumers + 2));
-        }
+        finish_few(p, shared, threadIdx.x - 32 * (kConsumers + 2));
     }
     if constexpr (kCluster > 1) cluster_sync();  // others may still write to this program's memory
 }

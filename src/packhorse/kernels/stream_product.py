@@ -42,7 +42,7 @@ ARRANGED_THREADS = ADDING_THREADS = 128
 _EXCEPTION_STAGES = 3  # of each of two rings, of 8 exceptions, above 32 tokens
 _RESULT_NBYTES = 16 * 32 * 2  # of a warp, on their way to device memory, above 32 tokens
 # Sums of a program for which no registers spill: all threads have as many.
-_MAX_SUMS = {64: 64 * 256, 128: 128 * 256}
+_MAX_SUMS = {64: 64 * 256, 128: 128 * 128}
 _MAX_FEW_SUMS = 64 * 32
 _MAX_FEW_STAGES = 16  # of weights
 # Of a program on Hopper. The system keeps 1 KiB of 228 KiB for each program.
@@ -54,13 +54,14 @@ class StreamConfig:
     """How a product is divided.
 
     Attributes:
-        block_rows: rows of the weight for a program: a multiple of 16 for up to 32 tokens, 64 or
-            128 for more.
+        block_rows: rows of the weight for a program: a multiple of 16 for up to 32 tokens; 64 or,
+            up to 128 tokens, 128 for more.
         block_tokens: tokens for a program: 8, 16, 32, 64, 128 or 256.
-        n_weight_stages: stages of the ring of weights; at least 4 up to 32 tokens.
-        n_token_stages: stages of the ring of tokens; at least 2, and 4 / `cluster` up to
-            32 tokens.
-        cluster: programs with neighbouring rows that share the tokens: 1, 2 or 4.
+        n_weight_stages: stages of the ring of weights; a multiple of 4 up to 32 tokens.
+        n_token_stages: stages of the ring of tokens; at least 2, and a multiple of 4 / `cluster` up
+            to 32 tokens.
+        cluster: programs with neighbouring rows that share the tokens: 1, 2 or 4; 2 or 4 up to 32
+            tokens.
         n_splits: units that share a block; a power of two, and at most a sixteenth of the rows,
             for more than 32 tokens.
     """
@@ -166,9 +167,12 @@ def plan_stream(
         config: how the product is divided.
 
     Raises:
-        ValueError: the division has splits that exceptions cannot be shared out to.
+        ValueError: the division has splits that exceptions cannot be shared out to, or the kernel
+            for up to 32 tokens cannot have it.
     """
     few = _is_few(config)
+    if few:
+        _check_few(config)
     n_steps = format.n_steps(n_columns)
     box = _box_steps(config, format)
     n_boxes = -(-n_steps // box)
@@ -213,6 +217,18 @@ def plan_stream(
     )
 
 
+def _check_few(config: StreamConfig) -> None:
+    """A stage stays with the same warps, and sums are sent within a cluster."""
+    own = _FEW_BOXES // config.cluster
+    if config.cluster == 1:
+        raise ValueError(f"the cluster is 1: up to {FEW_TOKENS} tokens it must be 2 or 4")
+    if config.n_weight_stages % _FEW_BOXES or config.n_token_stages % own:
+        raise ValueError(
+            f"{config.n_weight_stages} stages of weights and {config.n_token_stages} of tokens: up "
+            f"to {FEW_TOKENS} tokens they must be multiples of {_FEW_BOXES} and {own}"
+        )
+
+
 def default_stream_config(
     n_rows: int, n_columns: int, n_tokens: int, format: WeightFormat, n_processors: int = 132
 ) -> StreamConfig:
@@ -233,7 +249,9 @@ def default_stream_config(
         block_tokens *= 2
     few = block_tokens <= FEW_TOKENS
     block_rows = (
-        _few_rows(n_rows, format, n_processors) if few else _many_rows(format, block_tokens)
+        _few_rows(n_rows, format, block_tokens, n_processors)
+        if few
+        else _many_rows(format, block_tokens)
     )
     # Programs that share the tokens fetch fewer bytes, but wait for each other.
     cluster = 4 if few or block_tokens == 256 else 2
@@ -252,14 +270,16 @@ def default_stream_config(
     return found
 
 
-def _few_rows(n_rows: int, format: WeightFormat, n_processors: int) -> int:
-    """32 rows, or 48 (W12) or 16 if programs then have more equal work."""
+def _few_rows(n_rows: int, format: WeightFormat, block_tokens: int, n_processors: int) -> int:
+    """32 rows, or 16 if programs then have more equal work; with W12 and up to 16 tokens, 48 too.
+    With 32 tokens, 48 rows leave room for four stages of weights only: an H200 took twice as
+    long."""
 
     def share(rows: int) -> float:
         blocks = -(-n_rows // rows)
         return n_rows / rows / (-(-blocks // n_processors) * n_processors)
 
-    offered = (32, 48, 16) if format is W12 else (32, 16)
+    offered = (32, 48, 16) if format is W12 and block_tokens < FEW_TOKENS else (32, 16)
     return max(offered, key=lambda rows: share(rows) * (1.05 if rows == 32 else 1))
 
 
@@ -289,11 +309,11 @@ def fill_stages(config: StreamConfig, format: WeightFormat, n_columns: int) -> S
 
 def _fill_few(config: StreamConfig, format: WeightFormat, n_turns: int) -> StreamConfig | None:
     """Tokens of all turns, or of three, or of two; and weights of two turns, or of one at least."""
-    if config.block_rows * config.block_tokens > _MAX_FEW_SUMS:
+    if config.block_rows * config.block_tokens > _MAX_FEW_SUMS or config.cluster == 1:
         return None
     for turns in (n_turns, 3, 2):
-        least = _FEW_BOXES + 1 if turns == 2 else 2 * _FEW_BOXES
-        for n_weights in range(_MAX_FEW_STAGES, least - 1, -1):
+        least = _FEW_BOXES if turns == 2 and format is not W12 else 2 * _FEW_BOXES
+        for n_weights in range(_MAX_FEW_STAGES, least - 1, -_FEW_BOXES):
             n_tokens = max(2, turns * _FEW_BOXES // config.cluster)
             found = replace(config, n_weight_stages=n_weights, n_token_stages=n_tokens)
             if stream_shared_nbytes(found, format) <= _SHARED_NBYTES:
