@@ -108,20 +108,24 @@ tsan: build/tsan/threads ## run many threads through the core under ThreadSaniti
 compile: build/tsan/threads ## compile ahead what `make tsan` and `make fuzz` run
 	@"$(PYTHON)" fuzz/run.py --build --jobs 1
 
-# What the fuzz targets and the thread test claim, on another architecture than this machine's. Needs a cross compiler and an emulator
-# (Debian: g++-aarch64-linux-gnu qemu-user-static).
+# What the fuzz targets and the thread test claim, on another architecture than this machine's, for the seeds and what `make fuzz` found here.
+# Needs a cross compiler and an emulator (Debian: g++-aarch64-linux-gnu qemu-user-static). CI runs the first three targets. With sanitizers:
+# make arm ARM_FLAGS="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all" ASAN_OPTIONS=detect_leaks=0
 ARM_TARGETS ?= round_trip decode_plane decode_tensor weights bounded tables plan frames threads
-ARM := aarch64-linux-gnu-g++ -std=c++20 -Icsrc -O2 -ffp-contract=off -Wall -Wextra -Werror -Wno-uninitialized -Wno-maybe-uninitialized -static -pthread
+ARM_FLAGS ?= -O2 -static
+ARM := aarch64-linux-gnu-g++ -std=c++20 -Icsrc $(ARM_FLAGS) -ffp-contract=off -Wall -Wextra -Werror -Wno-uninitialized -Wno-maybe-uninitialized -pthread
+ON_ARM := qemu-aarch64-static -L /usr/aarch64-linux-gnu
 arm: .venv/.test ## compile the core for 64-bit ARM, and run the seeds of the fuzz targets there by emulation
 	@rm -rf build/arm/seeds && mkdir -p build/arm
 	@$(PY) fuzz/make_corpus.py build/arm/seeds
 	@for target in $(ARM_TARGETS); do \
 		echo -n "$$target: "; \
 		case $$target in \
-			threads) $(ARM) fuzz/threads.cpp -o build/arm/threads; qemu-aarch64-static build/arm/threads 10;; \
+			threads) $(ARM) fuzz/threads.cpp -o build/arm/threads; $(ON_ARM) build/arm/threads 10;; \
 			*) $(ARM) fuzz/$$target.cpp fuzz/standalone.cpp -o build/arm/$$target; \
-				seeds=$${target/plan/decode_tensor}; \
-				qemu-aarch64-static build/arm/$$target build/arm/seeds/$${seeds/frames/frame}/*;; \
+				case $$target in plan) seeds=decode_tensor;; frames) seeds=frame;; *) seeds=$$target;; esac; \
+				{ find build/arm/seeds/$$seeds -type f; find {,build/}fuzz/corpus/$$target -type f 2> /dev/null || true; } \
+					| xargs $(ON_ARM) build/arm/$$target;; \
 		esac; \
 	done
 

@@ -91,8 +91,7 @@ inline Isa detect_isa() {
                    : Isa::kAvx512;
     if (avx2) return Isa::kAvx2;
 #endif
-    // Not NEON yet: its encoder writes other bytes than the portable loops since maps changed.
-    return Isa::kPortable;
+    return PACKHORSE_ARM ? Isa::kNeon : Isa::kPortable;
 }
 
 // Whether this machine has a path, by its number.

@@ -3,9 +3,9 @@
 // row of bytes has a token for each unit, and the others have raw bits, the lowest byte first. A
 // class has only the rows that its shift needs.
 // AVX-512 with VBMI2 compresses and expands 64 bytes at a time. Without VBMI2, AVX-512 compresses
-// elements of four bytes, one of each row. AVX2 moves bytes as planes/class_order.hpp does, and the
-// baseline moves them one by one. The loops are in delta/order_avx512.hpp and
-// delta/order_avx2.hpp.
+// elements of four bytes, one of each row. AVX2 and NEON move bytes as planes/class_order.hpp does,
+// and the baseline moves them one by one. The loops are in delta/order_avx512.hpp,
+// delta/order_avx2.hpp and delta/order_neon.hpp.
 #pragma once
 
 #include <algorithm>
@@ -13,6 +13,7 @@
 #include "delta/delta.hpp"
 #include "delta/order_avx2.hpp"
 #include "delta/order_avx512.hpp"
+#include "delta/order_neon.hpp"
 #include "delta/rows.hpp"
 #include "planes/class_order.hpp"
 
@@ -155,6 +156,11 @@ inline void unsort_rows(ClassRows<const uint8_t>& rows, const uint8_t* keys, std
         done = with_classes(rule.n_classes, [&]<uint32_t kClasses>() {
             return unsort_rows_avx2<kClasses>(rows, keys, n, rule, counts, dst);
         });
+#elif PACKHORSE_ARM
+    if (isa >= Isa::kNeon)
+        done = with_classes(rule.n_classes, [&]<uint32_t kClasses>() {
+            return unsort_rows_neon<kClasses>(rows, keys, n, rule, counts.most, dst);
+        });
 #endif
     if (counts.most > 1) {
         const std::size_t from = isa >= Isa::kAvx512Vbmi2 ? done : 0;
@@ -182,6 +188,11 @@ inline void sort_rows(const BlockRows& src, const uint8_t* keys, std::size_t n,
             if (isa >= Isa::kAvx512)
                 return sort_rows_avx512<kClasses>(src, keys, n, rule, counts, rows);
             return sort_rows_avx2<kClasses>(src, keys, n, rule, counts, rows);
+        });
+#elif PACKHORSE_ARM
+    if (isa >= Isa::kNeon)
+        done = with_classes(rule.n_classes, [&]<uint32_t kClasses>() {
+            return sort_rows_neon<kClasses>(src, keys, n, rule, counts.most, rows);
         });
 #endif
     if (done == n) return;

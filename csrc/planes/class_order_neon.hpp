@@ -49,55 +49,77 @@ PACKHORSE_INLINE void class_places_neon(const uint8_t* keys, const uint8_t* cuts
     }
 }
 
-// Puts full blocks back in the order of units, and moves `from` on. Returns how many units they
-// have. Up to eight bytes behind the last unit of a class are read.
+// Puts a block back in the order of units. Up to eight bytes behind the last unit of a class are
+// read.
 template <uint32_t kClasses>
-inline std::size_t unsort_bytes_neon(const uint8_t** from, const uint8_t* keys, std::size_t n,
-                                     const uint8_t* cuts, uint8_t* dst) {
-    const uint8_t* next[kClasses];
-    for (uint32_t c = 0; c < kClasses; ++c) next[c] = from[c];
+PACKHORSE_INLINE void unsort_block_neon(const uint8_t* const* next, const ClassPlacesNeon* places,
+                                        uint8_t* dst) {
+#pragma GCC unroll 1
+    for (uint32_t g = 0; g < 8; ++g) {
+        uint8x8_t units = vdup_n_u8(0);
+#pragma GCC unroll 8
+        for (uint32_t c = 0; c < kClasses; ++c) {
+            const uint8x8_t fresh = vld1_u8(next[c] + places[c].before_group(g));
+            const uint8x8_t order = vld1_u8(kPlaceShuffles.expand[places[c].in_group(g)]);
+            units = vorr_u8(units, vtbl1_u8(fresh, order));
+        }
+        vst1_u8(dst + 8 * g, units);
+    }
+}
+
+// Moves a block to the order by class. Up to eight bytes behind each class are written.
+template <uint32_t kClasses>
+PACKHORSE_INLINE void sort_block_neon(const uint8_t* src, const ClassPlacesNeon* places,
+                                      uint8_t* const* next) {
+#pragma GCC unroll 1
+    for (uint32_t g = 0; g < 8; ++g) {
+        const uint8x8_t units = vld1_u8(src + 8 * g);
+#pragma GCC unroll 8
+        for (uint32_t c = 0; c < kClasses; ++c) {
+            const uint8x8_t order = vld1_u8(kPlaceShuffles.compress[places[c].in_group(g)]);
+            vst1_u8(next[c] + places[c].before_group(g), vtbl1_u8(units, order));
+        }
+    }
+}
+
+// Calls move(i, places, next) for each full block of 64 units, whose first one is unit `i`, and
+// moves on `next`, the places or addresses of the next unit of each class. Returns how many units
+// the blocks have.
+template <uint32_t kClasses, class Place, class Move>
+PACKHORSE_INLINE std::size_t for_each_block_neon(Place* next_of, const uint8_t* keys, std::size_t n,
+                                                 const uint8_t* cuts, const Move& move) {
+    Place next[kClasses];
+    for (uint32_t c = 0; c < kClasses; ++c) next[c] = next_of[c];
     std::size_t i = 0;
     for (; i + 64 <= n; i += 64) {
         ClassPlacesNeon places[kClasses];
         class_places_neon<kClasses>(keys + i, cuts, places);
-        for (uint32_t g = 0; g < 8; ++g) {
-            uint8x8_t units = vdup_n_u8(0);
-#pragma GCC unroll 8
-            for (uint32_t c = 0; c < kClasses; ++c) {
-                const uint8x8_t fresh = vld1_u8(next[c] + places[c].before_group(g));
-                const uint8x8_t order = vld1_u8(kPlaceShuffles.expand[places[c].in_group(g)]);
-                units = vorr_u8(units, vtbl1_u8(fresh, order));
-            }
-            vst1_u8(dst + i + 8 * g, units);
-        }
+        move(i, static_cast<const ClassPlacesNeon*>(places), static_cast<const Place*>(next));
         for (uint32_t c = 0; c < kClasses; ++c) next[c] += places[c].all();
     }
-    for (uint32_t c = 0; c < kClasses; ++c) from[c] = next[c];
+    for (uint32_t c = 0; c < kClasses; ++c) next_of[c] = next[c];
     return i;
 }
 
-// Moves full blocks to the order by class. Up to eight bytes behind each class are written.
+// Puts full blocks back in the order of units, and moves `from` on. Returns how many units they
+// have.
+template <uint32_t kClasses>
+inline std::size_t unsort_bytes_neon(const uint8_t** from, const uint8_t* keys, std::size_t n,
+                                     const uint8_t* cuts, uint8_t* dst) {
+    return for_each_block_neon<kClasses>(
+        from, keys, n, cuts,
+        [=](std::size_t i, const ClassPlacesNeon* places, const uint8_t* const* next)
+            PACKHORSE_VECTORISED { unsort_block_neon<kClasses>(next, places, dst + i); });
+}
+
+// Moves full blocks to the order by class, and moves `to` on.
 template <uint32_t kClasses>
 inline std::size_t sort_bytes_neon(const uint8_t* src, const uint8_t* keys, std::size_t n,
                                    const uint8_t* cuts, uint8_t** to) {
-    uint8_t* next[kClasses];
-    for (uint32_t c = 0; c < kClasses; ++c) next[c] = to[c];
-    std::size_t i = 0;
-    for (; i + 64 <= n; i += 64) {
-        ClassPlacesNeon places[kClasses];
-        class_places_neon<kClasses>(keys + i, cuts, places);
-        for (uint32_t g = 0; g < 8; ++g) {
-            const uint8x8_t units = vld1_u8(src + i + 8 * g);
-#pragma GCC unroll 8
-            for (uint32_t c = 0; c < kClasses; ++c) {
-                const uint8x8_t order = vld1_u8(kPlaceShuffles.compress[places[c].in_group(g)]);
-                vst1_u8(next[c] + places[c].before_group(g), vtbl1_u8(units, order));
-            }
-        }
-        for (uint32_t c = 0; c < kClasses; ++c) next[c] += places[c].all();
-    }
-    for (uint32_t c = 0; c < kClasses; ++c) to[c] = next[c];
-    return i;
+    return for_each_block_neon<kClasses>(
+        to, keys, n, cuts,
+        [=](std::size_t i, const ClassPlacesNeon* places, uint8_t* const* next)
+            PACKHORSE_VECTORISED { sort_block_neon<kClasses>(src + i, places, next); });
 }
 
 // Calls work<number of classes>() for the cuts of a plane.

@@ -2,6 +2,8 @@
 // four interleaved registers do most of it. For other units, compilers make good loops.
 #pragma once
 
+#include <type_traits>
+
 #include "common/dispatch.hpp"
 #include "planes/planes_portable.hpp"
 
@@ -28,49 +30,38 @@ PACKHORSE_INLINE void rotate_back_neon(uint8x16_t& high, uint8x16_t& low) {
     }
 }
 
-// Each of these functions processes all full blocks of 16 units. They return how many units those
-// have.
-template <uint32_t kRotation>
-inline std::size_t split16_blocks_neon(const uint8_t* src, std::size_t n, uint8_t* const* planes) {
+// 16 units, with a register for each byte of a unit.
+template <uint32_t kBytes>
+using UnitsNeon = std::conditional_t<kBytes == 2, uint8x16x2_t, uint8x16x4_t>;
+
+// Each of these functions processes all full blocks of 16 units of two or four bytes. They return
+// how many units those have.
+template <uint32_t kBytes, uint32_t kRotation>
+inline std::size_t split_blocks_neon(const uint8_t* src, std::size_t n, uint8_t* const* planes) {
     std::size_t at = 0;
     for (; at + 16 <= n; at += 16) {
-        uint8x16x2_t bytes = vld2q_u8(src + 2 * at);
-        rotate_neon<kRotation>(bytes.val[1], bytes.val[0]);
-        for (int p = 0; p < 2; ++p) vst1q_u8(planes[p] + at, bytes.val[1 - p]);
+        UnitsNeon<kBytes> units;
+        if constexpr (kBytes == 2)
+            units = vld2q_u8(src + 2 * at);
+        else
+            units = vld4q_u8(src + 4 * at);
+        rotate_neon<kRotation>(units.val[kBytes - 1], units.val[kBytes - 2]);
+        for (uint32_t p = 0; p < kBytes; ++p) vst1q_u8(planes[p] + at, units.val[kBytes - 1 - p]);
     }
     return at;
 }
 
-template <uint32_t kRotation>
-inline std::size_t split32_blocks_neon(const uint8_t* src, std::size_t n, uint8_t* const* planes) {
+template <uint32_t kBytes, uint32_t kRotation>
+inline std::size_t merge_blocks_neon(const uint8_t* const* planes, std::size_t n, uint8_t* dst) {
     std::size_t at = 0;
     for (; at + 16 <= n; at += 16) {
-        uint8x16x4_t bytes = vld4q_u8(src + 4 * at);
-        rotate_neon<kRotation>(bytes.val[3], bytes.val[2]);
-        for (int p = 0; p < 4; ++p) vst1q_u8(planes[p] + at, bytes.val[3 - p]);
-    }
-    return at;
-}
-
-template <uint32_t kRotation>
-inline std::size_t merge16_blocks_neon(const uint8_t* const* planes, std::size_t n, uint8_t* dst) {
-    std::size_t at = 0;
-    for (; at + 16 <= n; at += 16) {
-        uint8x16x2_t bytes = {{vld1q_u8(planes[1] + at), vld1q_u8(planes[0] + at)}};
-        rotate_back_neon<kRotation>(bytes.val[1], bytes.val[0]);
-        vst2q_u8(dst + 2 * at, bytes);
-    }
-    return at;
-}
-
-template <uint32_t kRotation>
-inline std::size_t merge32_blocks_neon(const uint8_t* const* planes, std::size_t n, uint8_t* dst) {
-    std::size_t at = 0;
-    for (; at + 16 <= n; at += 16) {
-        uint8x16x4_t bytes = {{vld1q_u8(planes[3] + at), vld1q_u8(planes[2] + at),
-                               vld1q_u8(planes[1] + at), vld1q_u8(planes[0] + at)}};
-        rotate_back_neon<kRotation>(bytes.val[3], bytes.val[2]);
-        vst4q_u8(dst + 4 * at, bytes);
+        UnitsNeon<kBytes> units;
+        for (uint32_t p = 0; p < kBytes; ++p) units.val[kBytes - 1 - p] = vld1q_u8(planes[p] + at);
+        rotate_back_neon<kRotation>(units.val[kBytes - 1], units.val[kBytes - 2]);
+        if constexpr (kBytes == 2)
+            vst2q_u8(dst + 2 * at, units);
+        else
+            vst4q_u8(dst + 4 * at, units);
     }
     return at;
 }
@@ -79,11 +70,11 @@ inline void split_neon(const uint8_t* src, std::size_t n, const PlaneSpec& spec,
                        uint8_t* const* planes) {
     std::size_t done = 0;
     if (spec.unit_nbytes == 2)
-        done = spec.rotation == 1 ? split16_blocks_neon<1>(src, n, planes)
-                                  : split16_blocks_neon<0>(src, n, planes);
+        done = spec.rotation == 1 ? split_blocks_neon<2, 1>(src, n, planes)
+                                  : split_blocks_neon<2, 0>(src, n, planes);
     if (spec.unit_nbytes == 4)
-        done = spec.rotation == 1 ? split32_blocks_neon<1>(src, n, planes)
-                                  : split32_blocks_neon<0>(src, n, planes);
+        done = spec.rotation == 1 ? split_blocks_neon<4, 1>(src, n, planes)
+                                  : split_blocks_neon<4, 0>(src, n, planes);
     split_rest(src, n, spec, done, planes);
 }
 
@@ -91,11 +82,11 @@ inline void merge_neon(const uint8_t* const* planes, std::size_t n, const PlaneS
                        uint8_t* dst) {
     std::size_t done = 0;
     if (spec.unit_nbytes == 2)
-        done = spec.rotation == 1 ? merge16_blocks_neon<1>(planes, n, dst)
-                                  : merge16_blocks_neon<0>(planes, n, dst);
+        done = spec.rotation == 1 ? merge_blocks_neon<2, 1>(planes, n, dst)
+                                  : merge_blocks_neon<2, 0>(planes, n, dst);
     if (spec.unit_nbytes == 4)
-        done = spec.rotation == 1 ? merge32_blocks_neon<1>(planes, n, dst)
-                                  : merge32_blocks_neon<0>(planes, n, dst);
+        done = spec.rotation == 1 ? merge_blocks_neon<4, 1>(planes, n, dst)
+                                  : merge_blocks_neon<4, 0>(planes, n, dst);
     merge_rest(planes, n, spec, done, dst);
 }
 

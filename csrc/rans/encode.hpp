@@ -5,7 +5,7 @@
 // dense numbers in L1. All paths compute the exact quotient x / freq, so all write the same bytes.
 // Scalar paths use an exact reciprocal; vector paths use an estimate that is either exact or too
 // small by one, and correct it. The loops for 128 lanes are in rans/encode_halves_avx512.hpp,
-// rans/encode_avx512.hpp, rans/encode_avx2.hpp and rans/encode_portable.hpp.
+// rans/encode_avx512.hpp, rans/encode_avx2.hpp, rans/encode_neon.hpp and rans/encode_portable.hpp.
 //
 // Preconditions: every code in `codes` is below model.n_codes, and the buffer of words has room for
 // one word for each unit.
@@ -53,19 +53,6 @@ inline void fill_scalar_tables(const RansModel& model, RansEncodeTables& tables)
     }
 }
 
-// Fills the tables for any number of units, lanes and any path.
-inline void fill_encode_tables(const RansModel& model, RansEncodeTables& tables) {
-    AliasTables alias;
-    tables.spread.found = false;
-    if (model.n_buckets() > 0) {
-        build_alias(model, alias);
-        spread_slots(model, alias, tables.spread);
-    }
-    fill_slot_table(model, alias, tables.slots);
-    fill_vector_tables(model, tables.slots, tables.vectors);
-    fill_scalar_tables(model, tables);
-}
-
 // Whether the loops of a path use maps.
 inline bool uses_maps(Isa isa) {
     return PACKHORSE_ARM ? isa >= Isa::kNeon : isa >= Isa::kAvx512;
@@ -78,22 +65,44 @@ inline bool has_map(const SpreadMap& map, Isa isa) {
     return isa >= Isa::kAvx512Vbmi2 || map.is_simple();
 }
 
+// Whether a path has a loop for 128 lanes. If not, it needs scalar tables for them.
+inline bool has_wide_loop(Isa isa) {
+    return PACKHORSE_X86 || isa >= Isa::kNeon;
+}
+
+// Looks for a map. Loops find it in the form that they use.
+inline void fill_map(const RansModel& model, const AliasTables& alias, RansEncodeTables& tables) {
+    spread_slots(model, alias, tables.spread);
+#if PACKHORSE_ARM
+    if (has_map(tables.spread, Isa::kNeon))
+        fill_spread_bytes(tables.spread, model.n_codes, tables.spread_bytes);
+#endif
+}
+
+// Fills the tables for any number of units, lanes and any path.
+inline void fill_encode_tables(const RansModel& model, RansEncodeTables& tables) {
+    AliasTables alias;
+    tables.spread.found = false;
+    if (model.n_buckets() > 0) {
+        build_alias(model, alias);
+        fill_map(model, alias, tables);
+    }
+    fill_slot_table(model, alias, tables.slots);
+    fill_vector_tables(model, tables.slots, tables.vectors);
+    fill_scalar_tables(model, tables);
+}
+
 // Fills only the tables that `n` units in 2^lanes_log lanes need on one path: for small chunks that
 // takes as long as encoding.
 inline void fill_encode_tables(const RansModel& model, std::size_t n, uint32_t lanes_log, Isa isa,
                                RansEncodeTables& tables) {
-    const bool has_rounds =
-        (PACKHORSE_X86 || PACKHORSE_ARM) && lanes_log == kMaxLanesLog && n >= kMaxLanes;
+    const bool has_rounds = has_wide_loop(isa) && lanes_log == kMaxLanesLog && n >= kMaxLanes;
     const bool has_rest = !has_rounds || n % kMaxLanes != 0;
     AliasTables alias;
     if (model.n_buckets() > 0) build_alias(model, alias);
     tables.spread.found = false;
-    if (has_rounds && uses_maps(isa) && model.n_buckets() > 0)
-        spread_slots(model, alias, tables.spread);
+    if (has_rounds && uses_maps(isa) && model.n_buckets() > 0) fill_map(model, alias, tables);
     const bool mapped = has_map(tables.spread, isa);
-#if PACKHORSE_ARM
-    if (mapped) fill_spread_bytes(tables.spread, model.n_codes, tables.spread_bytes);
-#endif
     if (mapped && !has_rest) return;
     fill_slot_table(model, alias, tables.slots);
     if (has_rounds && !mapped) fill_vector_tables(model, tables.slots, tables.vectors);
