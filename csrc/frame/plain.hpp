@@ -1,6 +1,6 @@
 // How a tensor is cut, and whether it is packed as most tensors are: floats whose last plane is
-// noise, at a level below `max`, plane by plane. That takes a glance at a few samples. All other
-// tensors need a plan (src/packhorse/codecs/plan.py).
+// noise, at a level below `max`, plane by plane. That takes a glance at a few samples; a short
+// tensor is looked at while it is encoded. All others need a plan (src/packhorse/codecs/plan.py).
 #pragma once
 
 #include <algorithm>
