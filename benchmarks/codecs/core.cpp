@@ -243,11 +243,13 @@ class StageClock {
         end(kLook);
         if (is_noise) return false;
         count_bytes(plane, n, sample_log_for(n, spec.sample_units), histogram);
+        SymbolCounts symbols;
+        list_symbols(histogram, symbols);
         end(kCount);
-        palette_estimate(histogram, n, spec.palette_raw_bits, choice.palette);
+        palette_estimate(symbols, n, spec.palette_raw_bits, choice.palette);
         end(kPalette);
         choice.mode = Mode::kRans;
-        const std::size_t nbytes = rans_estimate(histogram, n, worth, choice.models[0]);
+        const std::size_t nbytes = rans_estimate(symbols, n, worth, choice.models[0]);
         end(kModel);
         return nbytes < worth;
     }

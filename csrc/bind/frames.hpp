@@ -4,6 +4,7 @@
 
 #include <nanobind/stl/optional.h>
 
+#include <algorithm>
 #include <limits>
 #include <optional>
 #include <vector>
@@ -77,6 +78,33 @@ inline std::tuple<int, std::size_t, std::size_t> unpack_frames(
     return {static_cast<int>(fault.status), fault.job, fault.chunk};
 }
 
+// Whether memory to write to shares nothing with other such memory, nor with memory to read.
+inline bool are_apart(const std::vector<Bytes>& written, const std::vector<Bytes>& read) {
+    struct Span {
+        uintptr_t start, stop;
+        bool is_written;
+    };
+    std::vector<Span> spans;
+    spans.reserve(written.size() + read.size());
+    const auto add = [&](const std::vector<Bytes>& all, bool is_written) {
+        for (const Bytes& bytes : all) {
+            const auto start = reinterpret_cast<uintptr_t>(bytes.data());
+            if (bytes.size() > 0) spans.push_back({start, start + bytes.size(), is_written});
+        }
+    };
+    add(written, true);
+    add(read, false);
+    std::sort(spans.begin(), spans.end(),
+              [](const Span& a, const Span& b) { return a.start < b.start; });
+    uintptr_t end = 0, written_end = 0;  // of the memory so far
+    for (const Span& span : spans) {
+        if (span.start < written_end || (span.is_written && span.start < end)) return false;
+        end = std::max(end, span.stop);
+        if (span.is_written) written_end = std::max(written_end, span.stop);
+    }
+    return true;
+}
+
 inline PackJob checked_job(const Bytes& src, uint32_t code, const std::vector<uint64_t>& shape,
                            const WritableBytes& dst) {
     const DTypeRow* const dtype = dtype_row(code);
@@ -134,6 +162,21 @@ inline bool needs_no_plan(Bytes src, uint32_t code, const std::vector<uint64_t>&
     return is_plain(src.data(), *dtype, shape, geometry, level, isa);
 }
 
+// For each view of a tensor that side data are tried for, how many dimensions make its rows.
+inline std::vector<std::size_t> side_views(const std::vector<uint64_t>& shape,
+                                           std::size_t n_units) {
+    std::size_t product = 1;
+    bool overflows = false;
+    for (uint64_t size : shape) overflows |= __builtin_mul_overflow(product, size, &product);
+    require(!overflows && (product > 0 || n_units == 0) && n_units / 2 <= product,
+            "the shape has another number of units");
+    std::vector<std::size_t> views;
+    for_each_side_view(shape, n_units, [&](std::size_t n_row_dims, std::size_t, std::size_t) {
+        views.push_back(n_row_dims);
+    });
+    return views;
+}
+
 inline nb::bytes xxh3_128_of(Bytes src) {
     uint8_t hash[kXxh3Nbytes];
     const Isa isa = choose_isa();
@@ -165,6 +208,15 @@ inline void bind_frames(nb::module_& m) {
           "threads"_a);
     m.def("pack_frames", &pack_frames, "srcs"_a, "codes"_a, "shapes"_a, "outs"_a.noconvert(),
           "level"_a, "threads"_a);
+    m.def("side_views", &side_views, "shape"_a, "n_units"_a);
+    m.def(
+        "side_rule",
+        [](int level) {
+            const SideRule rule = side_rule(checked_level(level));
+            return std::tuple(rule.must_save, rule.rows, rule.columns);
+        },
+        "level"_a);
+    m.def("are_apart", &are_apart, "written"_a, "read"_a);
     m.def("needs_no_plan", &needs_no_plan, "src"_a, "code"_a, "shape"_a, "level"_a);
     m.def(
         "cut_tensor",

@@ -210,8 +210,10 @@ inline std::vector<uint8_t> choose_code_models(const uint8_t* src, const Bounded
         Histogram histogram;
         count_bytes(plane.get(), n, 0, histogram);
         histogram.sampled = true;
+        SymbolCounts symbols;
+        list_symbols(histogram, symbols);
         RansModel model;
-        const std::size_t nbytes = choose_model(histogram, n, model);
+        const std::size_t nbytes = choose_model(symbols, n, model);
         append_model(nbytes < n * bits / 8 ? &model : nullptr, models);
     }
     return models;

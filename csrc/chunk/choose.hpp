@@ -42,6 +42,7 @@ constexpr uint32_t choose_lanes_log(std::size_t n) {
 
 struct PlaneChoice {
     Mode mode = Mode::kStored;
+    std::size_t look_nbytes = 0;  // what a first look at the plane estimated; not at level max
     PaletteModel palette;
     ClassRule rule;                 // mode classed rANS
     RansModel models[kMaxClasses];  // the first for mode rANS
@@ -53,18 +54,18 @@ inline uint32_t sample_log_for(std::size_t n, uint32_t sample_units) {
     return log;
 }
 
-inline std::size_t palette_estimate(const Histogram& histogram, std::size_t n,
+inline std::size_t palette_estimate(const SymbolCounts& symbols, std::size_t n,
                                     uint32_t most_raw_bits, PaletteModel& model) {
-    const uint64_t bits = choose_palette(histogram, most_raw_bits, model);
-    return kPaletteHeaderNbytes + 8 + bits * n / histogram.total / 8;
+    const uint64_t bits = choose_palette(symbols, most_raw_bits, model);
+    return kPaletteHeaderNbytes + 8 + bits * n / symbols.total / 8;
 }
 
 // Estimates the bytes of an rANS stream. Returns `limit` if the stream cannot be shorter than that.
-inline std::size_t rans_estimate(const Histogram& histogram, std::size_t n, std::size_t limit,
+inline std::size_t rans_estimate(const SymbolCounts& symbols, std::size_t n, std::size_t limit,
                                  RansModel& model) {
     // No model can beat this.
-    if (scale_cost(entropy_cost(histogram), histogram.total, n) >= limit) return limit;
-    const std::size_t nbytes = choose_model(histogram, n, model);
+    if (scale_cost(entropy_cost(symbols), symbols.total, n) >= limit) return limit;
+    const std::size_t nbytes = choose_model(symbols, n, model);
     if (nbytes >= limit) return limit;
     return kModelOffset + (std::size_t{3} << choose_lanes_log(n)) + nbytes;
 }
@@ -72,11 +73,19 @@ inline std::size_t rans_estimate(const Histogram& histogram, std::size_t n, std:
 // Mantissas are most of the data and do not compress: a small sample is enough to see that.
 constexpr std::size_t kGlanceUnits = 1024;
 
+// Takes a first look at `n_there` units of a plane. Returns the estimated bytes of `n` units.
+inline std::size_t look_at_plane(const uint8_t* plane, std::size_t n_there, std::size_t n,
+                                 Histogram& histogram) {
+    count_bytes(plane, n_there, sample_log_for(n_there, kGlanceUnits), histogram);
+    return std::min(n, scale_cost(entropy_cost(histogram), histogram.total, n));
+}
+
 // Chooses a mode for a plane of `n` units. The caller gives `n_there` of them: all, or a sample.
 // Returns the estimated bytes, or `n` if storing the plane is best.
 inline std::size_t choose_mode(const uint8_t* plane, std::size_t n_there, std::size_t n,
                                Level level, PlaneChoice& choice) {
     choice.mode = Mode::kConstant;
+    choice.look_nbytes = 0;
     if (is_constant(plane, n_there, 1)) return 1;
     choice.mode = Mode::kStored;
     const LevelSpec spec = level_spec(level);
@@ -86,14 +95,16 @@ inline std::size_t choose_mode(const uint8_t* plane, std::size_t n_there, std::s
     uint32_t counted_log = ~0u;
     if (level != Level::kMax) {
         counted_log = sample_log_for(n_there, kGlanceUnits);
-        count_bytes(plane, n_there, counted_log, histogram);
-        if (scale_cost(entropy_cost(histogram), histogram.total, n) >= worth) return n;
+        choice.look_nbytes = look_at_plane(plane, n_there, n, histogram);
+        if (choice.look_nbytes >= worth) return n;
     }
     if (counted_log != sample_log) count_bytes(plane, n_there, sample_log, histogram);
     histogram.sampled |= n_there < n;
+    SymbolCounts symbols;
+    list_symbols(histogram, symbols);
     std::size_t best = worth;
     const std::size_t palette_nbytes =
-        palette_estimate(histogram, n, spec.palette_raw_bits, choice.palette);
+        palette_estimate(symbols, n, spec.palette_raw_bits, choice.palette);
     if (palette_nbytes < best) {
         best = palette_nbytes;
         choice.mode = Mode::kPalette;
@@ -101,7 +112,7 @@ inline std::size_t choose_mode(const uint8_t* plane, std::size_t n_there, std::s
     if (spec.entropy) {
         // A palette decodes several times faster, so it is preferred at about the same size.
         const std::size_t margin = choice.mode == Mode::kPalette ? best / 64 : 0;
-        const std::size_t rans_nbytes = rans_estimate(histogram, n, best, choice.models[0]);
+        const std::size_t rans_nbytes = rans_estimate(symbols, n, best, choice.models[0]);
         if (rans_nbytes + margin < best) {
             best = rans_nbytes;
             choice.mode = Mode::kRans;
@@ -118,15 +129,23 @@ inline std::size_t choose_class_model(const uint8_t* units, std::size_t n, uint3
     Histogram histogram;
     count_bytes(units, n, sample_log_for(n, sample_units), histogram);
     if (n > 0) {
-        const FoldedPlane folded = fold_plane(histogram, n, raw_bits);
-        const std::size_t best = try_codes(folded, n, kNarrowBuckets - 1, raw_bits, model);
+        SymbolCounts bytes;
+        list_symbols(histogram, bytes);
+        const FoldedPlane folded = fold_plane(bytes, n, raw_bits);
+        const auto try_limit = [&](uint32_t limit, RansModel& tried) {
+            return try_codes(folded.symbols, folded.raw_nbytes, n, limit, raw_bits, tried);
+        };
+        std::size_t best = try_limit(kNarrowBuckets - 1, model);
         if (best != ~std::size_t{0}) {
-            if (!model.has_escape() || model.n_symbols < kNarrowBuckets - 1) return best;
             RansModel wide;
-            const std::size_t nbytes = try_codes(folded, n, kWideBuckets - 1, raw_bits, wide);
-            if (nbytes + nbytes / 256 >= best) return best;
-            model = wide;
-            return nbytes;
+            const bool is_full = model.has_escape() && model.n_symbols == kNarrowBuckets - 1;
+            const std::size_t nbytes = is_full ? try_limit(kWideBuckets - 1, wide) : best;
+            if (nbytes + nbytes / 256 < best) {
+                model = wide;
+                best = nbytes;
+            }
+            settle_model(folded.symbols, model);
+            return best;
         }
     }
     const auto symbol = static_cast<uint8_t>(n > 0 ? units[0] >> raw_bits : 0);

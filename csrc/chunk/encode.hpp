@@ -351,7 +351,10 @@ inline std::size_t encode_likely_constant(const ChunkSource& source, std::size_t
         constant = false;
         std::memcpy(dst + at, piece, nbytes);
     });
-    if (constant) return encode_constant(value, spec, scratch.planes, dst, descriptors, isa);
+    if (constant) {
+        for (uint32_t p = 0; p < spec.n_planes; ++p) scratch.choices[p].look_nbytes = 0;
+        return encode_constant(value, spec, scratch.planes, dst, descriptors, isa);
+    }
     scratch.others_stored =
         false;  // planes must not be split into the memory that holds their units
     return encode_split({dst, nullptr}, n, first, spec, side, level, scratch, dst, descriptors,

@@ -54,7 +54,9 @@ class PackTask {
         for (std::size_t c = first; c < stop; ++c)
             encode_in_place(job_.src, job_.geometry, context, output, c, n_workers, worker,
                             ordered_, isa);
-        if (left_.fetch_sub(stop - first) == stop - first) finish(isa);
+        if (left_.fetch_sub(stop - first) != stop - first) return;
+        if (is_looked_at_whole(job_.geometry) && !were_weights(worker)) return;
+        finish(isa);
     }
 
     bool is_plain = false;
@@ -66,6 +68,14 @@ class PackTask {
 
     ContentLeaves leaves() {
         return {hashes_.data(), hashes_.data() + 16 * n_leaves(job_.geometry.nbytes())};
+    }
+
+    // The encoder's looks at a short tensor.
+    bool were_weights(const EncodeWorker& worker) const {
+        std::size_t looks[kMaxPlanes];
+        for (uint32_t p = 0; p < job_.geometry.spec.n_planes; ++p)
+            looks[p] = worker.scratch.choices[p].look_nbytes;
+        return look_like_weights(looks, job_.geometry.n_units, job_.geometry);
     }
 
     void finish(Isa isa) {
@@ -152,7 +162,9 @@ inline std::vector<PackItem> share_out(const std::vector<PackJob>& jobs, std::si
 // Packs tensors of floats, and notes the length of each frame in its job. The bytes do not depend
 // on `threads`.
 inline void pack_many(std::vector<PackJob>& jobs, Level level, std::size_t threads, Isa isa) {
+    // Short tensors are looked at while they are encoded.
     const auto is_plain_job = [&](const PackJob& job) {
+        if (is_looked_at_whole(job.geometry) && level != Level::kMax) return true;
         return is_plain(job.src, *dtype_row(job.dtype_code), job.shape, job.geometry, level, isa);
     };
     const std::size_t useful = useful_threads(threads, sum_nbytes(jobs), kPackedNbytesOfThread);

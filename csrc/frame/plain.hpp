@@ -1,6 +1,6 @@
 // How a tensor is cut, and whether it is packed as most tensors are: floats whose last plane is
-// noise, at a level below `max`, plane by plane. That takes a glance at a few samples. All other
-// tensors need a plan (src/packhorse/codecs/plan.py).
+// noise, at a level below `max`, plane by plane. That takes a glance at a few samples; a short
+// tensor is looked at while it is encoded. All others need a plan (src/packhorse/codecs/plan.py).
 #pragma once
 
 #include <algorithm>
@@ -34,78 +34,97 @@ struct SideLimits {
     std::size_t units_per_byte = 32;  // with fewer units, the side data cost too much
 };
 
-// Calls visit(n_rows, n_columns) for each view: the first dimension makes the rows, or all but the
-// last do.
+// Calls visit(n_row_dims, n_rows, n_columns) for each view: the first dimension makes the rows, or
+// all but the last do.
 template <class Visit>
 inline void for_each_side_view(const std::vector<uint64_t>& shape, std::size_t n_units,
                                const Visit& visit) {
     constexpr SideLimits limits;
     if (shape.size() < 2 || n_units < limits.min_units) return;
-    const auto try_view = [&](std::size_t n_rows) {
+    const auto try_view = [&](std::size_t n_row_dims, std::size_t n_rows) {
         const std::size_t n_columns = n_units / n_rows;
         const std::size_t n_side = n_rows + n_columns;
         if (std::min(n_rows, n_columns) >= limits.min_side && n_side <= kMaxSideNbytes &&
             n_side * limits.units_per_byte <= n_units)
-            visit(n_rows, n_columns);
+            visit(n_row_dims, n_rows, n_columns);
     };
     std::size_t n_rows = shape[0];
-    try_view(n_rows);
+    try_view(1, n_rows);
     for (std::size_t d = 1; d + 1 < shape.size(); ++d) n_rows *= shape[d];
-    if (shape.size() > 2) try_view(n_rows);
+    if (shape.size() > 2) try_view(shape.size() - 1, n_rows);
 }
 
-// Below `max`, prediction must save one part of plane 0 in kSideMustSave, because it makes decoding
+// What a sample must show. Below `max`, prediction must save more, because it makes decoding
 // slower.
-constexpr std::size_t kSideMustSave = 8;
-constexpr std::size_t kSideSampleRows = 32, kSideSampleColumns = 512;
+struct SideRule {
+    std::size_t must_save;      // one part of plane 0 in this many
+    std::size_t rows, columns;  // of the sample
+};
 
-// Whether side data would save enough.
+constexpr SideRule side_rule(Level level) {
+    return level == Level::kMax ? SideRule{128, 128, 4096} : SideRule{8, 32, 512};
+}
+
+// Whether side data would save enough at level `default`.
 inline bool gains_from_side(const uint8_t* src, const std::vector<uint64_t>& shape,
                             const Geometry& geometry, Isa isa) {
+    constexpr SideRule rule = side_rule(Level::kDefault);
     bool gains = false;
-    for_each_side_view(shape, geometry.n_units, [&](std::size_t n_rows, std::size_t n_columns) {
+    const auto try_view = [&](std::size_t, std::size_t n_rows, std::size_t n_columns) {
         if (gains) return;
-        const SideEstimate found = estimate_side(src, n_rows, n_columns, geometry.spec,
-                                                 kSideSampleRows, kSideSampleColumns, isa);
+        const SideEstimate found =
+            estimate_side(src, n_rows, n_columns, geometry.spec, rule.rows, rule.columns, isa);
         gains = found.predicted_nbytes < found.plain_nbytes &&
-                found.plain_nbytes - found.predicted_nbytes > found.plain_nbytes / kSideMustSave;
-    });
+                found.plain_nbytes - found.predicted_nbytes > found.plain_nbytes / rule.must_save;
+    };
+    for_each_side_view(shape, geometry.n_units, try_view);
     return gains;
 }
 
-// Estimates the bytes of a sampled plane from the entropy of some of its units.
-inline std::size_t glance_at_plane(const uint8_t* plane, std::size_t n) {
-    constexpr uint32_t kGlanceUnits = 1024;
-    if (is_constant(plane, n, 1)) return 0;
-    Histogram histogram;
-    count_bytes(plane, n, sample_log_for(n, kGlanceUnits), histogram);
-    return std::min(n, scale_cost(entropy_cost(histogram), histogram.total, n));
+// Whether planes look like those of weights: the last one is noise, and all together save
+// something, but not so much that a sample may mislead. Planes that are known to be constant need
+// no plan either. `looks` are the estimated bytes of `n` units of each plane of a tensor.
+inline bool look_like_weights(const std::size_t* looks, std::size_t n, const Geometry& geometry) {
+    const uint32_t n_planes = geometry.spec.n_planes;
+    std::size_t sum = 0;
+    for (uint32_t p = 0; p < n_planes; ++p) sum += looks[p];
+    const bool is_whole = n == geometry.n_units;
+    if (is_whole && sum == 0) return true;
+    // A tensor of one plane has its exponents there, so less of it is noise. The few units of a
+    // short tensor seem to be less noisy than they are.
+    const std::size_t n_units = geometry.n_units;
+    const std::size_t sixteenths = n_planes == 1            ? 7
+                                   : n_units < kGlanceUnits ? 8
+                                   : n_units < kBlockUnits  ? 10
+                                                            : 14;
+    if (16 * looks[n_planes - 1] <= sixteenths * n) return false;
+    const std::size_t total = n * n_planes;
+    return (is_whole || 100 * sum >= 55 * total) && 128 * sum <= 127 * total;
 }
 
-// Whether the planes of a sample look like those of weights: the last one is noise, and all
-// together save something, but not so much that a sample may mislead.
+// Looks at samples of a tensor, or at all of it if it is short.
 inline bool looks_like_weights(const uint8_t* src, const Geometry& geometry, Isa isa) {
-    const std::size_t run = std::min(geometry.n_units, kPlaneSampleRun);
-    const std::size_t n_runs = std::min(kBlockUnits / kPlaneSampleRun, geometry.n_units / run);
+    const std::size_t run = geometry.n_units <= kBlockUnits ? geometry.n_units : kPlaneSampleRun;
+    const std::size_t n_runs = std::min(kBlockUnits / run, geometry.n_units / run);
     const std::size_t n = run * n_runs, stride = n + kPlaneSlack;
     const Scratch rows(geometry.spec.n_planes * stride);
     const SampleRuns runs(geometry.n_units, run, n_runs);
     for (std::size_t r = 0; r < n_runs; ++r)
         sample_planes(src + runs(r) * geometry.spec.unit_nbytes, run, geometry,
                       rows.get() + r * run, stride, isa);
-    std::size_t sum = 0, last = 0;
+    std::size_t looks[kMaxPlanes];
     for (uint32_t p = 0; p < geometry.spec.n_planes; ++p) {
-        last = glance_at_plane(rows.get() + p * stride, n);
-        sum += last;
+        const uint8_t* const plane = rows.get() + p * stride;
+        Histogram histogram;
+        looks[p] = is_constant(plane, n, 1) ? 0 : look_at_plane(plane, n, n, histogram);
     }
-    // A tensor of one plane has its exponents there, so less of it is noise. The few units of a
-    // short tensor seem to be less noisy than they are.
-    const bool is_short = geometry.n_units < kBlockUnits;
-    const std::size_t sixteenths = geometry.spec.n_planes == 1 ? 7 : is_short ? 10 : 14;
-    if (16 * last <= sixteenths * n) return false;
-    const std::size_t total = n * geometry.spec.n_planes;
-    const bool is_whole = n == geometry.n_units;
-    return (is_whole || 100 * sum >= 55 * total) && 128 * sum <= 127 * total;
+    return look_like_weights(looks, n, geometry);
+}
+
+// Whether the encoder itself looks at all of a tensor before it codes it, as looks_like_weights()
+// would. It has no side data.
+inline bool is_looked_at_whole(const Geometry& geometry) {
+    return geometry.n_units > 0 && geometry.n_units <= kBlockUnits;
 }
 
 // Whether a tensor is packed plane by plane without a plan. `geometry` is cut_tensor() of it by its

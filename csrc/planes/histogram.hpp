@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <cstring>
 
 #include "common/layout.hpp"
 
@@ -22,10 +23,11 @@ struct Histogram {
 
 constexpr std::size_t kSampleRun = 64;
 
-// Eight tables take turns, so that equal neighbours do not wait for each other's store.
-inline void count_bytes(const uint8_t* plane, std::size_t n, uint32_t sample_log, Histogram& out) {
-    constexpr std::size_t kTables = 8;
-    uint32_t tables[kTables][256] = {};
+// Counts the values of the runs of a sample in tables that take turns, so that equal neighbours do
+// not wait for each other's store. Returns how many were counted.
+template <class Count, std::size_t kTables>
+inline std::size_t count_runs(const uint8_t* plane, std::size_t n, uint32_t sample_log,
+                              Count (&tables)[kTables][256]) {
     const std::size_t step = kSampleRun << sample_log;
     std::size_t seen = 0;
     for (std::size_t at = 0; at < n; at += step) {
@@ -41,12 +43,66 @@ inline void count_bytes(const uint8_t* plane, std::size_t n, uint32_t sample_log
         }
         seen += run;
     }
+    return seen;
+}
+
+template <class Count, std::size_t kTables>
+inline void count_in_tables(const uint8_t* plane, std::size_t n, uint32_t sample_log,
+                            Histogram& out) {
+    Count tables[kTables][256];
+    std::memset(tables, 0, sizeof tables);
+    out.total = static_cast<uint32_t>(count_runs(plane, n, sample_log, tables));
+    out.sampled = out.total < n;
     for (std::size_t v = 0; v < 256; ++v) {
-        out.counts[v] = 0;
-        for (std::size_t t = 0; t < kTables; ++t) out.counts[v] += tables[t][v];
+        Count sum = 0;
+        for (std::size_t t = 0; t < kTables; ++t) sum = static_cast<Count>(sum + tables[t][v]);
+        out.counts[v] = sum;
     }
-    out.total = static_cast<uint32_t>(seen);
-    out.sampled = seen < n;
+}
+
+// Clearing and adding up eight tables takes longer than counting a few hundred bytes.
+inline void count_bytes(const uint8_t* plane, std::size_t n, uint32_t sample_log, Histogram& out) {
+    constexpr std::size_t kFew = 4096;
+    if ((n >> sample_log) + kSampleRun <= kFew)
+        count_in_tables<uint16_t, 4>(plane, n, sample_log, out);
+    else
+        count_in_tables<uint32_t, 8>(plane, n, sample_log, out);
+}
+
+// The symbols of a plane that occur, ascending. Symbols are bytes, or their upper bits.
+struct SymbolCounts {
+    uint32_t n;      // symbols that occur
+    uint32_t total;  // units
+    bool sampled;
+    uint8_t symbols[256];
+    uint32_t counts[256 + 1];  // room for an escape
+};
+
+// Copies only what is there: that is little in most cases.
+inline void copy_symbols(const SymbolCounts& from, SymbolCounts& to) {
+    to.n = from.n;
+    to.total = from.total;
+    to.sampled = from.sampled;
+    std::copy_n(from.symbols, from.n, to.symbols);
+    std::copy_n(from.counts, from.n, to.counts);
+}
+
+inline void list_symbols(const Histogram& histogram, SymbolCounts& out) {
+    out.total = histogram.total;
+    out.sampled = histogram.sampled;
+    uint8_t seen[256];
+    for (uint32_t v = 0; v < 256; ++v) seen[v] = histogram.counts[v] > 0 ? 1 : 0;
+    out.n = 0;
+    for (uint32_t v = 0; v < 256; v += 64) {
+        uint64_t mask = 0;                    // of 64 values
+        for (uint32_t i = 0; i < 64; i += 8)  // the product gathers a bit of each byte
+            mask |= load<uint64_t>(seen + v + i) * 0x0102040810204080 >> 56 << i;
+        for (; mask != 0; mask &= mask - 1, ++out.n) {
+            const uint32_t value = v + static_cast<uint32_t>(std::countr_zero(mask));
+            out.symbols[out.n] = static_cast<uint8_t>(value);
+            out.counts[out.n] = histogram.counts[value];
+        }
+    }
 }
 
 // Scales counts to slots: count * n_slots / total, off by at most 2^-20. One division serves all
@@ -85,75 +141,121 @@ constexpr std::array<uint32_t, kProbSum + 1> make_cost_table() {
     std::array<uint32_t, kProbSum + 1> table{};
     for (uint32_t freq = 1; freq <= kProbSum; ++freq)
         table[freq] = (kProbBits << kCostBits) - log2_fixed(freq);
+    table[0] = table[1];
     return table;
 }
 
-// kSymbolCost[f]: the cost of a symbol that has the frequency f of 4096.
+// kSymbolCost[f]: the cost of a symbol that has the frequency f of 4096. Symbols that are rarer
+// than 1 in 4096 cost as much as those.
 inline constexpr std::array<uint32_t, kProbSum + 1> kSymbolCost = make_cost_table();
 
-// Counts symbols, which are bytes without their `raw_bits` low bits. Returns how many of those bits
-// are set in any byte.
-inline uint32_t fold(const Histogram& bytes, uint32_t raw_bits, Histogram& symbols) {
-    symbols = {};
+// The bits that are set in any symbol.
+inline uint32_t bits_in_use(const SymbolCounts& symbols) {
     uint32_t used = 0;
-    for (uint32_t v = 0; v < 256; ++v) {
-        symbols.counts[v >> raw_bits] += bytes.counts[v];
-        used |= bytes.counts[v] > 0 ? v : 0;
-    }
-    symbols.total = bytes.total;
-    symbols.sampled = bytes.sampled;
-    return static_cast<uint32_t>(std::popcount(used & ((1u << raw_bits) - 1)));
+    for (uint32_t i = 0; i < symbols.n; ++i) used |= symbols.symbols[i];
+    return used;
 }
 
-// Lists the symbols below `n_possible` that occur, ascending. `order` has room for one more than
-// there are. Returns their number.
-inline uint32_t list_seen(const Histogram& histogram, uint32_t n_possible, uint8_t* order) {
-    uint32_t n_seen = 0;
-    for (uint32_t v = 0; v < n_possible; ++v) {
-        order[n_seen] = static_cast<uint8_t>(v);
-        n_seen += histogram.counts[v] > 0 ? 1 : 0;
+// Drops the `raw_bits` low bits of bytes.
+inline void fold(const SymbolCounts& bytes, uint32_t raw_bits, SymbolCounts& folded) {
+    folded.total = bytes.total;
+    folded.sampled = bytes.sampled;
+    folded.n = 0;
+    uint32_t last = ~0u, sum = 0;
+    for (uint32_t i = 0; i < bytes.n; ++i) {
+        const uint32_t symbol = uint32_t{bytes.symbols[i]} >> raw_bits;
+        const bool is_new = symbol != last;
+        sum = (is_new ? 0 : sum) + bytes.counts[i];
+        folded.n += is_new ? 1 : 0;
+        folded.symbols[folded.n - 1] = static_cast<uint8_t>(symbol);
+        folded.counts[folded.n - 1] = sum;
+        last = symbol;
     }
-    return n_seen;
 }
 
-// Leaves the `limit` most common symbols in `order` (ascending), the smaller ones among equally
-// common ones. Returns how often the others occur. There are more than `limit`; counts are below
-// 2^23. Comparing all of them some twenty times, without branches, is faster than selecting.
-inline uint32_t drop_rare(const Histogram& histogram, uint32_t limit, uint8_t* order,
-                          uint32_t n_seen) {
+// A symbol and its count as one number: a larger one is more common, or as common and smaller.
+inline uint32_t rank_key(const SymbolCounts& symbols, uint32_t i) {
+    return symbols.counts[i] << 8 | (255u - symbols.symbols[i]);
+}
+
+// Keeps the `limit` most common symbols. Returns how often the others occur. There are more than
+// `limit`; counts are below 2^23. Comparing all of them some twenty times, without branches, is
+// faster than selecting.
+inline uint32_t drop_rare(const SymbolCounts& all, uint32_t limit, SymbolCounts& kept) {
     int32_t keys[256];
-    for (uint32_t i = 0; i < n_seen; ++i)
-        keys[i] = static_cast<int32_t>(histogram.counts[order[i]] << 8 | (255u - order[i]));
-    int32_t least = 0,
-            above = 0x7FFFFFFF;  // at least `limit` keys reach the first, fewer the second
-    for (uint32_t n_kept = n_seen; n_kept != limit;) {
+    int32_t least = 0, above = 0;  // at least `limit` keys reach the first, fewer the second
+    for (uint32_t i = 0; i < all.n; ++i) {
+        keys[i] = static_cast<int32_t>(rank_key(all, i));
+        above = std::max(above, keys[i] + 1);
+    }
+    for (uint32_t n_kept = all.n; n_kept != limit;) {
         const int32_t middle = least + (above - least) / 2;
         n_kept = 0;
-        for (uint32_t i = 0; i < n_seen; ++i) n_kept += keys[i] >= middle ? 1 : 0;
+        for (uint32_t i = 0; i < all.n; ++i) n_kept += keys[i] >= middle ? 1 : 0;
         (n_kept < limit ? above : least) = middle;
     }
     uint32_t dropped = 0, n_kept = 0;
-    for (uint32_t i = 0; i < n_seen; ++i) {
-        const bool kept = keys[i] >= least;
-        dropped += kept ? 0 : histogram.counts[order[i]];
-        order[n_kept] = order[i];
-        n_kept += kept ? 1 : 0;
+    for (uint32_t i = 0; i < all.n; ++i) {
+        const bool keeps = keys[i] >= least;
+        dropped += keeps ? 0 : all.counts[i];
+        if (n_kept < limit) {
+            kept.symbols[n_kept] = all.symbols[i];
+            kept.counts[n_kept] = all.counts[i];
+        }
+        n_kept += keeps ? 1 : 0;
     }
+    kept.n = limit;
+    kept.total = all.total;
+    kept.sampled = all.sampled;
     return dropped;
 }
 
-// Cost of the histogram's values at the plane's entropy, in 2^-16 bits. A sample underestimates the
-// entropy; the Miller-Madow term, (values - 1) / (2 ln 2) bits, makes up for it.
+// A sample underestimates the entropy. The Miller-Madow term, (values - 1) / (2 ln 2) bits, makes
+// up for it.
+constexpr int32_t kBiasCost = 47274;
+
+constexpr uint32_t kMostTabled = 2 * 1024 + 2 * kSampleRun;
+
+// By count c: c * log2(c), less the bias of a value that occurs, in 2^-16 bits.
+constexpr std::array<int32_t, kMostTabled + 1> make_count_table() {
+    std::array<int32_t, kMostTabled + 1> table{};
+    for (uint32_t count = 1; count <= kMostTabled; ++count)
+        table[count] = static_cast<int32_t>(count * log2_fixed(count)) - kBiasCost;
+    return table;
+}
+
+inline constexpr std::array<int32_t, kMostTabled + 1> kCountTable = make_count_table();
+
+// Cost of `n` counts that add up to `total`, at their entropy, in 2^-16 bits. For a first look,
+// with its small total, that is a difference of table entries.
+inline uint64_t entropy_cost(const uint32_t* counts, uint32_t n, uint32_t total) {
+    int64_t cost = 0;
+    if (total <= kMostTabled) {
+        for (uint32_t i = 0; i < n; ++i) cost -= kCountTable[counts[i]];
+        cost += kCountTable[total];
+        return static_cast<uint64_t>(std::max<int64_t>(cost, 0));
+    }
+    const SlotScale slots(total);
+    uint32_t n_seen = 0;
+    for (uint32_t i = 0; i < n; ++i) {
+        cost += int64_t{counts[i]} * kSymbolCost[slots.below(counts[i])];
+        n_seen += counts[i] > 0 ? 1 : 0;
+    }
+    return static_cast<uint64_t>(cost + (int64_t{n_seen} - 1) * kBiasCost);
+}
+
 inline uint64_t entropy_cost(const Histogram& histogram) {
-    constexpr uint64_t kBiasCost = 47274;
-    const SlotScale slots(histogram.total);
-    uint64_t cost = 0;
-    for (uint32_t count : histogram.counts)
-        if (count > 0) {
-            const uint32_t freq = slots.below(count);
-            cost += uint64_t{count} * kSymbolCost[freq == 0 ? 1 : freq] + kBiasCost;
-        }
-    return cost - std::min(cost, kBiasCost);
+    return entropy_cost(histogram.counts, 256, histogram.total);
+}
+
+inline uint64_t entropy_cost(const SymbolCounts& symbols) {
+    return entropy_cost(symbols.counts, symbols.n, symbols.total);
+}
+
+// The same without that term: no code takes less for the units that were counted.
+inline uint64_t least_cost(const SymbolCounts& symbols) {
+    const uint64_t bias = static_cast<uint64_t>(kBiasCost) * (std::max(symbols.n, 1u) - 1);
+    return entropy_cost(symbols) - std::min(entropy_cost(symbols), bias);
 }
 
 // Scales a cost of the sample (2^-16 bits) to bytes of the plane.

@@ -36,29 +36,51 @@ inline void fill_palette(PaletteModel& model) {
     }
 }
 
+// The most common symbols that a palette can hold, the commonest first.
+struct RankedSymbols {
+    uint32_t n;
+    uint8_t symbols[1 << kMaxCodeBits];
+    uint32_t counts[1 << kMaxCodeBits];
+};
+
+// Each rank is the number of larger keys: that takes no branch.
+inline void rank_symbols(const SymbolCounts& symbols, RankedSymbols& ranked) {
+    constexpr uint32_t kMost = 1 << kMaxCodeBits;
+    SymbolCounts common;
+    const bool drops = symbols.n > kMost;
+    if (drops) drop_rare(symbols, kMost, common);
+    const SymbolCounts& from = drops ? common : symbols;
+    ranked.n = from.n;
+    int32_t keys[kMost], ranks[kMost] = {};
+    for (uint32_t i = 0; i < kMost; ++i)
+        keys[i] = i < from.n ? static_cast<int32_t>(rank_key(from, i)) : -1;
+    for (uint32_t i = 0; i < kMost; ++i)
+        for (uint32_t j = 0; j < kMost; ++j) ranks[j] += keys[i] > keys[j] ? 1 : 0;
+    for (uint32_t i = 0; i < from.n; ++i) {
+        ranked.symbols[ranks[i]] = from.symbols[i];
+        ranked.counts[ranks[i]] = from.counts[i];
+    }
+}
+
 // Finds the cheapest palette of symbols with `raw_bits` raw bits. If it costs less than `best`, in
 // bits for the histogram's units, updates `best`.
-inline void try_palette(const Histogram& histogram, uint32_t raw_bits, uint64_t& best,
+inline void try_palette(const SymbolCounts& bytes, uint32_t raw_bits, uint64_t& best,
                         PaletteModel& model) {
-    Histogram symbols;
-    const uint32_t n_raw = fold(histogram, raw_bits, symbols);
-    const uint64_t raw_cost = uint64_t{symbols.total} * n_raw;
-    if (raw_cost + symbols.total >= best) return;
+    const uint32_t used = bits_in_use(bytes) & ((1u << raw_bits) - 1);
+    const uint64_t raw_cost = uint64_t{bytes.total} * static_cast<uint32_t>(std::popcount(used));
+    if (raw_cost + bytes.total >= best) return;
+    SymbolCounts folded;
+    if (raw_bits > 0) fold(bytes, raw_bits, folded);
+    const SymbolCounts& symbols = raw_bits > 0 ? folded : bytes;
     const uint32_t n_possible = 256u >> raw_bits;
-    uint8_t order[257];
-    const uint32_t n_seen = list_seen(symbols, n_possible, order);
-    const uint32_t n_sorted = std::min(n_seen, 1u << kMaxCodeBits);
-    if (n_seen > n_sorted) drop_rare(symbols, n_sorted, order, n_seen);
-    std::sort(order, order + n_sorted, [&](uint8_t a, uint8_t b) {
-        const uint32_t count_a = symbols.counts[a], count_b = symbols.counts[b];
-        return count_a != count_b ? count_a > count_b : a < b;
-    });
+    RankedSymbols ranked;
+    rank_symbols(symbols, ranked);
     for (uint32_t bits = 1; bits <= kMaxCodeBits && bits <= 8 - raw_bits; ++bits) {
         const bool all_have_codes = n_possible <= 1u << bits;
-        const bool escape = !all_have_codes && (symbols.sampled || n_seen > 1u << bits);
-        const uint32_t n_values = std::min(n_seen, (1u << bits) - (escape ? 1 : 0));
+        const bool escape = !all_have_codes && (symbols.sampled || symbols.n > 1u << bits);
+        const uint32_t n_values = std::min(symbols.n, (1u << bits) - (escape ? 1 : 0));
         uint64_t covered = 0;
-        for (uint32_t i = 0; i < n_values; ++i) covered += symbols.counts[order[i]];
+        for (uint32_t i = 0; i < n_values; ++i) covered += ranked.counts[i];
         const uint64_t cost =
             uint64_t{symbols.total} * bits + 8 * (symbols.total - covered) + raw_cost;
         if (cost >= best) continue;
@@ -68,33 +90,33 @@ inline void try_palette(const Histogram& histogram, uint32_t raw_bits, uint64_t&
         model.raw_bits = raw_bits;
         model.n_values = n_values;
         for (uint32_t i = 0; i < n_values; ++i)
-            model.values[i] = static_cast<uint8_t>(order[i] << raw_bits);
+            model.values[i] = static_cast<uint8_t>(ranked.symbols[i] << raw_bits);
     }
 }
 
 // Tries a palette that only stores, as they are, the bits that are ever set. Uses it if it costs
 // less than `best`.
-inline void try_used_bits(const Histogram& histogram, uint64_t& best, PaletteModel& model) {
-    Histogram none;
-    const uint64_t cost = uint64_t{histogram.total} * fold(histogram, 8, none);
+inline void try_used_bits(const SymbolCounts& bytes, uint64_t& best, PaletteModel& model) {
+    const uint64_t cost =
+        uint64_t{bytes.total} * static_cast<uint32_t>(std::popcount(bits_in_use(bytes)));
     if (cost >= best) return;
     best = cost;
     model = {0, false, 8, 1, {}};
 }
 
-// Finds the cheapest palette for a histogram of bytes, of symbols with up to `most_raw_bits` raw
-// bits. Returns its estimated bits for the histogram's units.
-inline uint64_t choose_palette(const Histogram& histogram, uint32_t most_raw_bits,
+// Finds the cheapest palette for a plane, of symbols with up to `most_raw_bits` raw bits. Returns
+// its estimated bits for the units that were counted.
+inline uint64_t choose_palette(const SymbolCounts& bytes, uint32_t most_raw_bits,
                                PaletteModel& model) {
     uint64_t best = ~uint64_t{0};
     // Each raw bit costs one bit a unit, so a palette with more raw bits than the best cost cannot
     // win.
-    for (uint32_t raw_bits = 0; raw_bits <= most_raw_bits && raw_bits * histogram.total < best;
+    for (uint32_t raw_bits = 0; raw_bits <= most_raw_bits && raw_bits * bytes.total < best;
          ++raw_bits)
-        try_palette(histogram, raw_bits, best, model);
+        try_palette(bytes, raw_bits, best, model);
     if (model.code_bits > 0) fill_palette(model);
     std::sort(model.values, model.values + model.n_values);
-    try_used_bits(histogram, best, model);
+    try_used_bits(bytes, best, model);
     return best;
 }
 

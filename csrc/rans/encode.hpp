@@ -12,6 +12,7 @@
 #pragma once
 
 #include <bit>
+#include <utility>
 
 #include "common/dispatch.hpp"
 #include "rans/encode_avx2.hpp"
@@ -104,7 +105,10 @@ inline void fill_encode_tables(const RansModel& model, std::size_t n, uint32_t l
     if (has_rounds && uses_maps(isa) && model.n_buckets() > 0) fill_map(model, alias, tables);
     const bool mapped = has_map(tables.spread, isa);
     if (mapped && !has_rest) return;
-    fill_slot_table(model, alias, tables.slots);
+    const RansModel* const of = &model;
+    const AliasTables* const parts = &alias;
+    uint16_t* const slots = tables.slots;
+    vectorised(isa, [=]() PACKHORSE_VECTORISED { fill_slot_table(*of, *parts, slots); });
     if (has_rounds && !mapped) fill_vector_tables(model, tables.slots, tables.vectors);
     if (has_rest) fill_scalar_tables(model, tables);
 }
@@ -222,9 +226,35 @@ PACKHORSE_INLINE void encode_round(const uint8_t* codes, std::size_t n, uint32_t
     }
 }
 
+// Encodes full rounds of few lanes. Every lane has instructions of its own: in a loop over lanes, a
+// processor would take the state of each for that of the lane before and wait for it.
+template <std::size_t... kReverse>
+PACKHORSE_INLINE uint8_t* encode_few_lanes(const uint8_t* codes, std::size_t n_rounds,
+                                           const RansEncodeTables& tables, uint32_t* states,
+                                           uint8_t* words, std::index_sequence<kReverse...>) {
+    constexpr std::size_t kLanes = sizeof...(kReverse), kQuarter = kLanes / 4;
+    uint32_t x[kLanes];
+    std::memcpy(x, states, sizeof x);
+    for (std::size_t r = n_rounds; r-- > 0;) {
+        const uint8_t* const round = codes + r * kLanes;
+        const auto encode_lane = [&](std::size_t lane) PACKHORSE_VECTORISED {
+            encode_step(x[lane], round[4 * (lane % kQuarter) + lane / kQuarter], tables, words);
+        };
+        (encode_lane(kLanes - 1 - kReverse), ...);
+    }
+    std::memcpy(states, x, sizeof x);
+    return words;
+}
+
 PACKHORSE_INLINE uint8_t* encode_rounds(const uint8_t* codes, std::size_t n_rounds,
                                         uint32_t lanes_log, const RansEncodeTables& tables,
                                         uint32_t* states, uint8_t* words) {
+    if (lanes_log == 2)
+        return encode_few_lanes(codes, n_rounds, tables, states, words,
+                                std::make_index_sequence<4>());
+    if (lanes_log == 4)
+        return encode_few_lanes(codes, n_rounds, tables, states, words,
+                                std::make_index_sequence<16>());
     for (std::size_t r = n_rounds; r-- > 0;)
         encode_round(codes + (r << lanes_log), std::size_t{1} << lanes_log, lanes_log, tables,
                      states, words);

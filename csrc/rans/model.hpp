@@ -49,23 +49,50 @@ inline void set_escape_byte(RansModel& model) {
     model.escape_byte = static_cast<uint8_t>(model.raw_bits > 0 ? 1 : free_value);
 }
 
-// Scales `counts` of the model's codes to frequencies of at least 1 whose sum is 4096: gives one
-// slot to each rare code and scales the others to the rest, then moves single slots where that
-// costs least.
-inline void normalise(const uint32_t* counts, RansModel& model) {
+// The counts of a model's codes, scaled to slots. Rare codes get one slot each, and the others
+// share the rest.
+struct CodeScale {
+    SlotScale all;
+    SlotScale others;
+
+    bool is_rare(uint32_t count) const { return all.nearest(count) <= 1; }
+};
+
+inline CodeScale scale_codes(const uint32_t* counts, uint32_t n_codes) {
     uint64_t total = 0, rest = 0;
-    for (uint32_t c = 0; c < model.n_codes; ++c) total += counts[c];
+    for (uint32_t c = 0; c < n_codes; ++c) total += counts[c];
     const SlotScale all(total);
     uint32_t n_rare = 0;
-    for (uint32_t c = 0; c < model.n_codes; ++c) {
+    for (uint32_t c = 0; c < n_codes; ++c) {
         const bool rare = all.nearest(counts[c]) <= 1;
         n_rare += rare ? 1 : 0;
         rest += rare ? 0 : counts[c];
     }
-    const SlotScale others(rest, kProbSum - n_rare);
+    return {all, SlotScale(rest, kProbSum - n_rare)};
+}
+
+// Scales `counts` of the model's codes to frequencies of at least 1 whose sum is 4096, for an
+// estimate. Each code that is not rare gets the slots between two rounded sums, the counts before
+// it and those with it, so nothing is left over. By its count it has at least 1.4 slots.
+inline void share_slots(const uint32_t* counts, RansModel& model) {
+    const CodeScale scale = scale_codes(counts, model.n_codes);
+    uint32_t sum = 0, start = 0;
+    for (uint32_t c = 0; c < model.n_codes; ++c) {
+        const bool rare = scale.is_rare(counts[c]);
+        sum += rare ? 0 : counts[c];
+        const uint32_t end = scale.others.nearest(sum);
+        model.freqs[c] = static_cast<uint16_t>(rare ? 1 : end - start);
+        start = end;
+    }
+}
+
+// Does the same with more care: scales each code by itself, then moves single slots where that
+// costs least.
+inline void normalise(const uint32_t* counts, RansModel& model) {
+    const CodeScale scale = scale_codes(counts, model.n_codes);
     int32_t excess = -static_cast<int32_t>(kProbSum);
     for (uint32_t c = 0; c < model.n_codes; ++c) {
-        const uint32_t scaled = all.nearest(counts[c]) <= 1 ? 1 : others.nearest(counts[c]);
+        const uint32_t scaled = scale.is_rare(counts[c]) ? 1 : scale.others.nearest(counts[c]);
         model.freqs[c] = static_cast<uint16_t>(std::clamp(scaled, 1u, kProbSum - 1));
         excess += model.freqs[c];
     }
@@ -88,104 +115,140 @@ inline void normalise(const uint32_t* counts, RansModel& model) {
     }
 }
 
-// If the symbols in `order` (ascending) lie within `limit` of each other, adds the gaps between
-// them: consecutive symbols map to codes by a subtraction, and an unseen one costs a single slot.
-inline uint32_t fill_gaps(uint8_t* order, uint32_t n_seen, uint32_t limit) {
-    if (n_seen == 0) return 0;
-    const uint32_t lowest = order[0];
-    const uint32_t span = order[n_seen - 1] - lowest + 1;
-    if (span > limit) return n_seen;
-    for (uint32_t i = 0; i < span; ++i) order[i] = static_cast<uint8_t>(lowest + i);
-    return span;
+// If the symbols lie within `limit` of each other, adds the gaps between them: consecutive symbols
+// map to codes by a subtraction, and an unseen one costs a single slot.
+inline void fill_gaps(SymbolCounts& symbols, uint32_t limit) {
+    if (symbols.n == 0) return;
+    const uint32_t lowest = symbols.symbols[0];
+    const uint32_t span = symbols.symbols[symbols.n - 1] - lowest + 1;
+    if (span > limit || span == symbols.n) return;
+    for (uint32_t place = span, i = symbols.n; place-- > 0;) {
+        const bool is_there = symbols.symbols[i - 1] == lowest + place;
+        symbols.counts[place] = is_there ? symbols.counts[i - 1] : 0;
+        symbols.symbols[place] = static_cast<uint8_t>(lowest + place);
+        i -= is_there ? 1 : 0;
+    }
+    symbols.n = span;
 }
 
 // Gives codes to the `limit` most common symbols. Other symbols, and symbols that a sample missed,
-// become escapes. `histogram` counts symbols. Returns their cost in 2^-16 bits, or 0 if there is
-// nothing to model (fewer than two codes).
-inline uint64_t choose_codes(const Histogram& histogram, uint32_t limit, uint32_t raw_bits,
+// become escapes. The frequencies are only good for an estimate; settle_model() makes better ones.
+// Returns the cost of all in 2^-16 bits, or 0 if there is nothing to model (fewer than two codes).
+inline uint64_t choose_codes(const SymbolCounts& all, uint32_t limit, uint32_t raw_bits,
                              RansModel& model) {
     const uint32_t n_possible = 256u >> raw_bits;
-    uint8_t order[257];  // GCC 12 wrongly assumes that the last element is used
-    uint32_t n_seen = list_seen(histogram, n_possible, order);
-    uint32_t escaped = histogram.sampled && n_seen < n_possible ? 1 : 0;
-    if (n_seen > limit) {
-        escaped += drop_rare(histogram, limit, order, n_seen);
-        n_seen = limit;
-    }
-    if (limit <= kWideBuckets) n_seen = fill_gaps(order, n_seen, limit);
-    if (n_seen == n_possible) escaped = 0;
+    uint32_t escaped = all.sampled && all.n < n_possible ? 1 : 0;
+    SymbolCounts coded;
+    if (all.n > limit)
+        escaped += drop_rare(all, limit, coded);
+    else
+        copy_symbols(all, coded);
+    if (limit <= kWideBuckets) fill_gaps(coded, limit);
+    if (coded.n == n_possible) escaped = 0;
     model.raw_bits = raw_bits;
-    model.n_symbols = n_seen;
-    model.n_codes = n_seen + (escaped > 0 ? 1 : 0);
+    model.n_symbols = coded.n;
+    model.n_codes = coded.n + (escaped > 0 ? 1 : 0);
     if (model.n_codes < 2) return 0;
-    uint32_t counts[257];
-    for (uint32_t c = 0; c < n_seen; ++c) {
-        model.symbols[c] = order[c];
-        counts[c] = histogram.counts[order[c]];
-    }
-    if (escaped > 0) counts[n_seen] = escaped;
-    normalise(counts, model);
-    set_escape_byte(model);
+    std::copy_n(coded.symbols, coded.n, model.symbols);
+    uint32_t* const counts = coded.counts;
+    if (escaped > 0) counts[coded.n] = escaped;
+    share_slots(counts, model);
     uint64_t cost = uint64_t{escaped} << (kCostBits + 3);
     for (uint32_t c = 0; c < model.n_codes; ++c)
         cost += uint64_t{counts[c]} * kSymbolCost[model.freqs[c]];
     return cost;
 }
 
+// Completes a model that was chosen for some symbols.
+inline void settle_model(const SymbolCounts& symbols, RansModel& model) {
+    uint32_t counts[257];
+    std::fill_n(counts, model.n_codes, 0);
+    uint32_t escaped = symbols.total + 1;  // one more, in case that a sample missed some
+    for (uint32_t i = 0, c = 0; i < symbols.n && c < model.n_symbols; ++i) {
+        while (model.symbols[c] < symbols.symbols[i] && c + 1 < model.n_symbols) ++c;
+        const bool coded = model.symbols[c] == symbols.symbols[i];
+        counts[c] = coded ? symbols.counts[i] : counts[c];
+        escaped -= coded ? symbols.counts[i] : 0;
+    }
+    if (model.has_escape()) counts[model.n_symbols] = escaped - (symbols.sampled ? 0 : 1);
+    normalise(counts, model);
+    set_escape_byte(model);
+}
+
 // The symbols of a plane with a given number of raw bits, and the bytes that no model can save.
 struct FoldedPlane {
-    Histogram symbols;
+    SymbolCounts symbols;
     std::size_t raw_nbytes;
-    std::size_t least_nbytes;  // of a stream
+    std::size_t least_nbytes;  // of a stream without its model
+
+    std::size_t least_with(uint32_t limit) const {
+        return least_nbytes + model_nbytes(std::min(limit, symbols.n));
+    }
 };
 
-inline FoldedPlane fold_plane(const Histogram& histogram, std::size_t n, uint32_t raw_bits) {
+inline FoldedPlane fold_plane(const SymbolCounts& bytes, std::size_t n, uint32_t raw_bits) {
     FoldedPlane folded;
-    folded.raw_nbytes = fold(histogram, raw_bits, folded.symbols) * n / 8;
+    const uint32_t used = bits_in_use(bytes) & ((1u << raw_bits) - 1);
+    folded.raw_nbytes = static_cast<uint32_t>(std::popcount(used)) * n / 8;
+    fold(bytes, raw_bits, folded.symbols);
     folded.least_nbytes =
-        folded.raw_nbytes + scale_cost(entropy_cost(folded.symbols), histogram.total, n);
+        folded.raw_nbytes + scale_cost(least_cost(folded.symbols), bytes.total, n);
     return folded;
 }
 
 // Estimates the bytes of the model, the words, the escapes and the raw bits of a plane of `n`
 // units. Returns ~0 if there is nothing to model.
-inline std::size_t try_codes(const FoldedPlane& folded, std::size_t n, uint32_t limit,
-                             uint32_t raw_bits, RansModel& model) {
-    const uint64_t cost = choose_codes(folded.symbols, limit, raw_bits, model);
+inline std::size_t try_codes(const SymbolCounts& symbols, std::size_t raw_nbytes, std::size_t n,
+                             uint32_t limit, uint32_t raw_bits, RansModel& model) {
+    const uint64_t cost = choose_codes(symbols, limit, raw_bits, model);
     if (model.n_codes < 2) return ~std::size_t{0};
-    return model_nbytes(model.n_in_range()) + folded.raw_nbytes +
-           scale_cost(cost, folded.symbols.total, n);
+    return model_nbytes(model.n_in_range()) + raw_nbytes + scale_cost(cost, symbols.total, n);
 }
 
 constexpr uint32_t kMostRawBitsTried = 4;
 
-// Chooses the model for a histogram of bytes. Returns the estimated bytes of a stream without its
-// states, or ~0 if there is nothing to model. Streams of at most 31 symbols and an escape decode
+// Finds the model that choose_model() completes. Streams of at most 31 symbols and an escape decode
 // fastest, and streams of at most 63 come next. So a larger alphabet must save 1 in 1024 bytes, or
 // 1 in 256 if its tables do not fit registers at all.
-inline std::size_t choose_model(const Histogram& histogram, std::size_t n, RansModel& model) {
-    const FoldedPlane bytes = fold_plane(histogram, n, 0);
-    std::size_t best = try_codes(bytes, n, kNarrowBuckets - 1, 0, model);
+inline std::size_t find_model(const SymbolCounts& bytes, std::size_t n, RansModel& model) {
+    std::size_t best = try_codes(bytes, 0, n, kNarrowBuckets - 1, 0, model);
     if (best == ~std::size_t{0} || !model.has_escape() || model.n_symbols < kNarrowBuckets - 1)
         return best;
     RansModel candidate;
     const auto try_model = [&](const FoldedPlane& folded, uint32_t limit, uint32_t raw_bits,
                                std::size_t must_save) {
-        if (folded.least_nbytes >= best) return;
-        const std::size_t nbytes = try_codes(folded, n, limit, raw_bits, candidate);
+        if (folded.least_with(limit) + must_save >= best) return;
+        const std::size_t nbytes =
+            try_codes(folded.symbols, folded.raw_nbytes, n, limit, raw_bits, candidate);
         if (nbytes == ~std::size_t{0} || nbytes + must_save >= best) return;
         best = nbytes;
         model = candidate;
     };
-    for (uint32_t raw_bits = 1; raw_bits <= kMostRawBitsTried; ++raw_bits) {
-        const FoldedPlane folded = fold_plane(histogram, n, raw_bits);
+    // In a short plane the model is much of the stream, so the smallest models come first, and most
+    // others need not be tried.
+    constexpr std::size_t kShort = 4096;
+    for (uint32_t i = 1; i <= kMostRawBitsTried; ++i) {
+        const uint32_t raw_bits = n < kShort ? kMostRawBitsTried + 1 - i : i;
+        const FoldedPlane folded = fold_plane(bytes, n, raw_bits);
         try_model(folded, kNarrowBuckets - 1, raw_bits, 0);
         const std::size_t margin = model.n_codes <= kNarrowBuckets ? best / 1024 : 0;
         try_model(folded, kWideBuckets - 1, raw_bits, margin);
     }
-    try_model(bytes, kWideBuckets - 1, 0, model.n_codes <= kNarrowBuckets ? best / 1024 : 0);
-    try_model(bytes, 256, 0, best / 256);
+    const FoldedPlane whole = fold_plane(bytes, n, 0);
+    try_model(whole, kWideBuckets - 1, 0, model.n_codes <= kNarrowBuckets ? best / 1024 : 0);
+    try_model(whole, 256, 0, best / 256);
     return best;
+}
+
+// Chooses the model for a plane. Returns the estimated bytes of a stream without its states, or ~0
+// if there is nothing to model.
+inline std::size_t choose_model(const SymbolCounts& bytes, std::size_t n, RansModel& model) {
+    const std::size_t nbytes = find_model(bytes, n, model);
+    if (nbytes == ~std::size_t{0}) return nbytes;
+    SymbolCounts folded;
+    if (model.raw_bits > 0) fold(bytes, model.raw_bits, folded);
+    settle_model(model.raw_bits > 0 ? folded : bytes, model);
+    return nbytes;
 }
 
 // Writes a model. Returns its end.
@@ -443,7 +506,8 @@ inline void fill_decode_table(const RansModel& model, const AliasTables& tables,
 
 // Fills the encoder's table from position to slot, slots[start[code] + rank]. `start` is the sum of
 // the frequencies of smaller codes.
-inline void fill_slot_table(const RansModel& model, const AliasTables& tables, uint16_t* slots) {
+PACKHORSE_INLINE void fill_slot_table(const RansModel& model, const AliasTables& tables,
+                                      uint16_t* slots) {
     uint32_t start[257];
     for (uint32_t c = 0, sum = 0; c < model.n_codes; sum += model.freqs[c], ++c) start[c] = sum;
     for_each_run(model, tables, [&](uint32_t code, uint32_t first, uint32_t n, uint32_t rank) {

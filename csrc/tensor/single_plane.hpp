@@ -16,11 +16,13 @@ inline std::size_t encode_single_plane(const uint8_t* src, std::size_t n, Mode m
     seal(plane);
     Histogram histogram;
     count_bytes(plane, n, 0, histogram);
+    SymbolCounts symbols;
+    list_symbols(histogram, symbols);
     PlaneChoice& choice = worker.scratch.choices[0];
     choice.mode = mode;
     if (mode == Mode::kPalette)
-        choose_palette(histogram, level_spec(Level::kFast).palette_raw_bits, choice.palette);
-    else if (choose_model(histogram, n, choice.models[0]) == ~std::size_t{0})
+        choose_palette(symbols, level_spec(Level::kFast).palette_raw_bits, choice.palette);
+    else if (choose_model(symbols, n, choice.models[0]) == ~std::size_t{0})
         return 0;
     Ahead nothing;
     return write_stream(plane, n, 0, nullptr, worker.scratch, dst, nothing, isa);

@@ -79,6 +79,8 @@ _SUB_BYTE = {
     for name, dtype in _DTYPES.items()
     if DTYPE_BY_NAME[name].bits < 8
 }
+# Dtypes, in the byte order of this machine, whose elements have no gaps between them.
+_PLAIN_NAMES = {dtype: name for dtype, name in _NAMES.items() if dtype not in _SUB_BYTE}
 
 
 class NumpyFramework:
@@ -127,6 +129,9 @@ class NumpyFramework:
         Raises:
             TypeError, ValueError: as for `describe`.
         """
+        plain = _PLAIN_NAMES.get(tensor.dtype) if type(tensor) is np.ndarray else None
+        if plain is not None and tensor.flags.c_contiguous:
+            return tensor.reshape(-1).view(np.uint8), plain, tensor.shape
         name, shape = self.describe(tensor)
         if self.is_readable_in_place(tensor):
             return tensor.reshape(-1).view(np.uint8), name, shape
@@ -139,8 +144,9 @@ class NumpyFramework:
         """Whether `readable` returns the memory of an array, and not a copy."""
         if not isinstance(tensor, np.ndarray):
             return True
-        is_plain = tensor.flags.c_contiguous and tensor.dtype.isnative
-        return is_plain and tensor.dtype not in _SUB_BYTE
+        if tensor.dtype in _PLAIN_NAMES:
+            return bool(tensor.flags.c_contiguous)
+        return tensor.flags.c_contiguous and tensor.dtype.isnative and tensor.dtype not in _SUB_BYTE
 
     def describe(self, tensor: Any) -> tuple[str, tuple[int, ...]]:
         """The dtype name and shape of an array that `readable` accepts.
@@ -181,8 +187,8 @@ class NumpyFramework:
     def memory(self, tensor: np.ndarray[Any, Any]) -> ByteArray | None:
         """The bytes of an array to write to, if it is contiguous, writable, in native byte order
         and without gaps between elements; otherwise None."""
-        plain = tensor.flags.c_contiguous and tensor.flags.writeable and tensor.dtype.isnative
-        is_plain = plain and tensor.dtype not in _SUB_BYTE
+        flags = tensor.flags
+        is_plain = flags.c_contiguous and flags.writeable and tensor.dtype in _PLAIN_NAMES
         return tensor.reshape(-1).view(np.uint8) if is_plain else None
 
     def mark_written(self, tensor: np.ndarray[Any, Any]) -> None:

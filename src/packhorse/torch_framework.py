@@ -16,6 +16,10 @@ from packhorse.torch_dtypes import NAMES, PAIR_DTYPES, TORCH_DTYPES
 __all__ = ["FRAMEWORK", "TorchFramework", "extent_of"]
 
 
+# Types of tensors that do nothing that PyTorch's own tensors do not.
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+
 class TorchFramework:
     """The `Framework` of PyTorch.
 
@@ -54,7 +58,7 @@ class TorchFramework:
 
     def writable(self, tensor: torch.Tensor) -> ByteArray:
         """The bytes of a contiguous host tensor, to write to."""
-        return _bytes_of(tensor.detach())
+        return _bytes_of(tensor)
 
     def fill(self, tensor: torch.Tensor, write: Callable[[ByteArray], object]) -> None:
         """Call `write` with the bytes of a contiguous host tensor, and count that as a write."""
@@ -70,7 +74,7 @@ class TorchFramework:
             TypeError: `out` is not a contiguous tensor in host memory.
             ValueError: `out` has another dtype or shape.
         """
-        if not isinstance(out, torch.Tensor) or out.device.type != "cpu" or not out.is_contiguous():
+        if not isinstance(out, torch.Tensor) or not out.is_cpu or not out.is_contiguous():
             raise TypeError("out must be a contiguous PyTorch tensor in host memory")
         needed = _form(dtype, shape)
         if (out.dtype, tuple(out.shape)) != needed:
@@ -87,7 +91,7 @@ class TorchFramework:
         """
         dtype, shape = self.describe(tensor)
         if self.is_readable_in_place(tensor):
-            return _bytes_of(tensor.detach()), dtype, shape
+            return _bytes_of(tensor), dtype, shape
         plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         return _bytes_of(plain), dtype, shape
 
@@ -95,7 +99,7 @@ class TorchFramework:
         """Whether `readable` returns the memory of a tensor, and not a copy."""
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
             return True
-        if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
+        if not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
             return False
         return tensor.is_nested or tensor.is_contiguous()
 
@@ -111,19 +115,21 @@ class TorchFramework:
         if words is not None:
             raise TypeError(words)
         shape = tuple(tensor.shape)
+        dtype_name = NAMES.get(tensor.dtype)
+        if dtype_name is not None:
+            return dtype_name, shape
         for name, pair in PAIR_DTYPES.items():
             if tensor.dtype == pair and shape:
                 return name, (*shape[:-1], 2 * shape[-1])
             if tensor.dtype == pair:
                 raise ValueError(f"{pair} holds two elements and needs a dimension; use unsqueeze")
-        if tensor.dtype not in NAMES:
-            raise TypeError(
-                f"safetensors has no dtype for {tensor.dtype}; convert the tensor first"
-            )
-        return NAMES[tensor.dtype], shape
+        raise TypeError(f"safetensors has no dtype for {tensor.dtype}; convert the tensor first")
 
     def why_unreadable(self, tensor: Any) -> str | None:
         """Why an object cannot be read as a tensor, whatever its dtype; None if it can."""
+        is_own = type(tensor) in _PLAIN_TYPES and tensor.layout == torch.strided
+        if is_own and not tensor.is_nested and not tensor.is_meta:
+            return None
         if (
             not isinstance(tensor, torch.Tensor)
             or tensor.layout != torch.strided
@@ -175,10 +181,9 @@ class TorchFramework:
 
     def memory(self, tensor: torch.Tensor) -> ByteArray | None:
         """The bytes of a tensor to write to, if it is contiguous in host memory; otherwise None."""
-        plain = tensor.detach()
-        if plain.device.type != "cpu" or not plain.is_contiguous():
+        if not tensor.is_cpu or not tensor.is_contiguous():
             return None
-        return None if plain.is_conj() or plain.is_neg() else _bytes_of(plain)
+        return None if tensor.is_conj() or tensor.is_neg() else _bytes_of(tensor)
 
     def mark_written(self, tensor: torch.Tensor) -> None:
         """Increment the tensor's version, so that autograd notices if it needed the old values."""
@@ -190,7 +195,7 @@ class TorchFramework:
 
     def span(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """The addresses between which a tensor in host memory lies; None for any other object."""
-        if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu":
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_cpu:
             return None
         if self.why_unreadable(tensor) is not None or not tensor.numel():
             return None
@@ -287,10 +292,14 @@ def _form(dtype: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, .
 
 
 def _bytes_of(tensor: torch.Tensor) -> ByteArray:
-    # Not reshape(-1), which keeps the strides of a tensor of at most one element: PyTorch calls
-    # such a tensor contiguous, whatever its strides are.
-    flat = tensor.as_strided((tensor.numel(),), (1,))
-    return flat.view(torch.uint8).numpy()
+    if type(tensor) is not torch.Tensor or tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.numel() <= 1:
+        # PyTorch calls such a tensor contiguous, whatever its strides are, and view() keeps them.
+        tensor = tensor.as_strided((tensor.numel(),), (1,))
+    elif tensor.dim() != 1:
+        tensor = tensor.view(-1)
+    return tensor.view(torch.uint8).numpy()
 
 
 def _describe(tensor: Any) -> str:

@@ -10,7 +10,7 @@ from codec_battery import ISAS, forced, guarded, guarded_output, second_moment
 from frame_builder import Classed, Rans, build_frame
 
 import packhorse.numpy as php
-from packhorse import Frame, PackhorseError
+from packhorse import Frame, PackhorseError, _core
 from packhorse.layout import Level, Mode
 from packhorse.reference import decode_frame
 
@@ -33,6 +33,20 @@ def test_moments_come_back(dtype: type, shape: tuple[int, ...], level: str) -> N
     assert php.decompress(packed).tobytes() == tensor.tobytes()
     if shape == SHAPES[0]:  # the slow reader takes a second
         assert decode_frame(packed).data == tensor.tobytes()
+
+
+def test_matrices_that_are_tried() -> None:
+    assert _core.side_views((200, 300), 60_000) == [1]
+    assert _core.side_views((24, 50, 60), 72_000) == [2]  # 24 rows have too many columns
+    assert _core.side_views((100, 10, 100), 100_000) == [1, 2]
+    assert _core.side_views((64, 8, 9, 90), 414_720) == [1, 3]
+    assert _core.side_views((60_000,), 60_000) == []
+    assert _core.side_views((15, 4000), 60_000) == []  # too few rows
+    assert _core.side_views((200, 150), 30_000) == []  # too short
+    assert _core.side_views((1 << 40, 0), 0) == []
+    for shape in ((200, 0), (1 << 40, 1 << 40), (20, 30)):
+        with pytest.raises(ValueError, match="another number of units"):
+            _core.side_views(shape, 60_000)
 
 
 def test_prediction_makes_moments_smaller() -> None:

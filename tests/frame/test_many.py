@@ -103,6 +103,34 @@ def test_what_needs_a_plan() -> None:
     assert not needs_none(bytes(4096), "U8", (4096,), Level.DEFAULT)
 
 
+def test_the_look_while_encoding_is_the_glance() -> None:
+    """Short tensors are refused by the encoder exactly if a plan would not be skipped for them."""
+    found = set()
+    for dtype in ("BF16", "F16", "F32", "F8_E4M3"):
+        code = DTYPE_BY_NAME[dtype].code
+        for kind in ("weights", "noise", "constant", "few", "sorted"):
+            for n in (1, 2, 63, 384, 1023, 1024, 4095, 4096, 4097):
+                src = np.frombuffer(make_data(kind, dtype, n), np.uint8)
+                for level in (Level.FAST, Level.DEFAULT):
+                    room = np.empty(src.size + 4096, np.uint8)
+                    (length,) = _core.pack_frames([src], [code], [(n,)], [room], level, 1)
+                    needs_none = _core.needs_no_plan(src, code, (n,), level)
+                    assert (length > 0) == needs_none, (dtype, kind, n)
+                    found.add(needs_none)
+    assert found == {True, False}
+
+
+def test_memory_is_apart_or_not() -> None:
+    memory = np.zeros(100, np.uint8)
+    parts = [memory[at : at + 10] for at in range(0, 100, 10)]
+    assert _core.are_apart(parts, [])
+    assert _core.are_apart(parts[:5], [*parts[5:], memory[50:], memory[60:60]])
+    assert not _core.are_apart(parts[:5], [memory[49:]])
+    assert not _core.are_apart([memory, parts[9]], [])
+    assert _core.are_apart([parts[3]], [memory[:30], memory[:20], parts[4]])
+    assert not _core.are_apart([parts[3]], [memory, memory[:5]])
+
+
 def test_a_bad_frame_among_many_is_named() -> None:
     frames = [
         compress_buffer(make_data("weights", "F32", n), "F32", (n,)).to_bytes()

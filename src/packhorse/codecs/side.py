@@ -18,7 +18,6 @@ from packhorse.codecs.base import ByteArray, as_bytes, decode_plane, encode_plan
 from packhorse.codecs.source import Source
 from packhorse.errors import CorruptionError
 from packhorse.layout import (
-    MAX_SIDE_NBYTES,
     STREAM_NBYTES_BITS,
     STREAM_NBYTES_MASK,
     DType,
@@ -28,14 +27,6 @@ from packhorse.layout import (
 )
 
 __all__ = ["NO_SIDE_DATA", "SideData", "choose_side", "decode_side", "matrix_of", "side_capacity"]
-
-_MIN_UNITS = 1 << 15
-_MIN_SIDE = 16  # rows, and columns: fewer predict too little
-_UNITS_PER_SIDE_BYTE = 32  # with fewer units, the side data cost too much
-# The share of plane 0 that prediction must save, and how many rows and columns are sampled.
-_MUST_SAVE = {Level.DEFAULT: 1 / 8, Level.MAX: 1 / 128}
-_SAMPLE_ROWS = {Level.DEFAULT: 32, Level.MAX: 128}
-_SAMPLE_COLUMNS = {Level.DEFAULT: 512, Level.MAX: 4096}
 
 
 class SideData(NamedTuple):
@@ -79,15 +70,9 @@ def side_capacity(dtype: DType, shape: Sequence[int]) -> int:
 
 def _views(dtype: DType, shape: Sequence[int]) -> list[int]:
     """Returns the `n_row_dims` that are worth trying: 1, and all dimensions but the last."""
-    if len(shape) < 2 or Split.FLOAT not in dtype.splits or math.prod(shape) < _MIN_UNITS:
+    if len(shape) < 2 or Split.FLOAT not in dtype.splits:
         return []
-    views = []
-    for dims in range(1, len(shape))[:: max(1, len(shape) - 2)]:  # the ends of the range
-        rows, columns = matrix_of(dtype, shape, dims)
-        fits = (rows + columns) * _UNITS_PER_SIDE_BYTE <= rows * columns
-        if min(rows, columns) >= _MIN_SIDE and rows + columns <= MAX_SIDE_NBYTES and fits:
-            views.append(dims)
-    return views
+    return _core.side_views(shape, math.prod(shape) * dtype.bits // (8 * dtype.unit_nbytes))
 
 
 def choose_side(source: Source, level: Level, lead_nbytes: int) -> SideData:
@@ -101,17 +86,18 @@ def choose_side(source: Source, level: Level, lead_nbytes: int) -> SideData:
     Returns:
         The side data; `NO_SIDE_DATA` if they do not pay off.
     """
-    if level not in _MUST_SAVE:
+    if level == Level.FAST:
         return NO_SIDE_DATA
     data, dtype, shape, geometry = source
+    must_save, sample_rows, sample_columns = _core.side_rule(level)
     best, best_saving, best_share = 0, 0, 0.0
     for dims in _views(dtype, shape):
         rows, columns = matrix_of(dtype, shape, dims)
         plain, predicted = _core.estimate_side_data(
-            data, geometry, rows, _SAMPLE_ROWS[level], _SAMPLE_COLUMNS[level]
+            data, geometry, rows, sample_rows, sample_columns
         )
         saving = plain - predicted
-        if saving > max(best_saving, plain * _MUST_SAVE[level]):
+        if saving > max(best_saving, plain // must_save):
             best, best_saving, best_share = dims, saving, saving / plain
     if not best:
         return NO_SIDE_DATA

@@ -8,7 +8,7 @@ output does not depend on the number of threads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,13 +24,13 @@ from packhorse.frame.base import BaseName, checked_base, plan_delta
 from packhorse.frame.encode import encode_payload
 from packhorse.frame.frame import Frame, new_frame
 from packhorse.frame.header import FrameHeader, frame_header_nbytes, label, write_header
-from packhorse.frame.plan import checked_source, max_frame_nbytes, plan_of
+from packhorse.frame.plan import checked_source, form_of, plan_of
 from packhorse.layout import DType, Level, Split
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["PlainJob", "compress_buffer", "pack_plain", "room_for"]
+__all__ = ["compress_buffer", "pack_plain", "room_for"]
 
 
 def compress_buffer(
@@ -93,7 +93,7 @@ def compress_buffer(
     memory = room_for(source, out)
     if base is None and like is None:
         (frame,) = pack_plain(
-            [PlainJob(source, memory, name)], resolve_level(level), resolve_threads(threads)
+            [source], [memory], [name], resolve_level(level), resolve_threads(threads)
         )
         if frame is not None:
             return frame
@@ -153,27 +153,26 @@ def room_for(source: Source, out: Buffer | None) -> ByteArray:
         TypeError: `out` is not a writable C-contiguous buffer.
         ValueError: `out` is too small.
     """
-    capacity = max_frame_nbytes(source.dtype.name, source.shape)
+    capacity = form_of(source.dtype.name, source.shape).capacity
     memory = np.empty(capacity, np.uint8) if out is None else as_writable_bytes(out, "out")
     if memory.size < capacity:
         raise ValueError(f"out has {memory.size} bytes; a frame of this tensor may take {capacity}")
     return memory
 
 
-class PlainJob(NamedTuple):
-    """A tensor to be packed without a plan: `checked_source` and `room_for` of it, and its name in
-    messages."""
-
-    source: Source
-    memory: ByteArray
-    name: str | None
-
-
-def pack_plain(jobs: Sequence[PlainJob], level: Level, threads: int) -> list[Frame | None]:
+def pack_plain(
+    sources: Sequence[Source],
+    memories: Sequence[ByteArray],
+    names: Sequence[str | None],
+    level: Level,
+    threads: int,
+) -> list[Frame | None]:
     """Packs tensors that need no plan, in one call of the core.
 
     Args:
-        jobs: the tensors. They share no memory.
+        sources: the tensors.
+        memories: `room_for` each of them. They share nothing.
+        names: what messages call the tensors.
         level: how hard to try.
         threads: how many to use.
 
@@ -183,23 +182,22 @@ def pack_plain(jobs: Sequence[PlainJob], level: Level, threads: int) -> list[Fra
     Raises:
         ValueError: the memory of a frame is that of the tensor.
     """
-    frames: list[Frame | None] = [None] * len(jobs)
+    frames: list[Frame | None] = [None] * len(sources)
     if level == Level.MAX:
         return frames
-    chosen = [i for i, job in enumerate(jobs) if job.source.dtype.splits[-1] is Split.FLOAT]
-    parts = [jobs[i] for i in chosen]
+    chosen = [i for i, source in enumerate(sources) if source.dtype.splits[-1] is Split.FLOAT]
+    parts = [sources[i] for i in chosen]
     lengths = _core.pack_frames(
-        [source.data for source, _, _ in parts],
-        [source.dtype.code for source, _, _ in parts],
-        [source.shape for source, _, _ in parts],
-        [memory for _, memory, _ in parts],
+        [source.data for source in parts],
+        [source.dtype.code for source in parts],
+        [source.shape for source in parts],
+        [memories[i] for i in chosen],
         level,
         threads,
     )
     for i, nbytes in zip(chosen, lengths, strict=True):
         if nbytes:
-            _, memory, name = jobs[i]
-            frames[i] = new_frame(memory[:nbytes], name, plan_of)
+            frames[i] = new_frame(memories[i][:nbytes], names[i], plan_of)
     return frames
 
 

@@ -25,6 +25,17 @@ __all__ = ["FrameFacts"]
 class FrameFacts:
     """The facts of a `Frame`."""
 
+    __slots__ = (
+        "__weakref__",
+        "_checked",
+        "_data",
+        "_name",
+        "_offset",
+        "_opened",
+        "_plan",
+        "_side",
+    )
+
     def __init__(
         self,
         data: ByteArray,
@@ -39,15 +50,15 @@ class FrameFacts:
         self._name = name
         self._offset = offset
         self._plan = plan
-        self._fields: FrameHeader | None = None
+        self._checked: FrameHeader | None = None
         self._side: ByteArray | None = None
 
     @property
     def header(self) -> FrameHeader:
         """The checked header. Its fields are read at first use: most frames are only decoded."""
-        if self._fields is None:
-            self._fields = header_of(self._opened)
-        return self._fields
+        if self._checked is None:
+            self._checked = header_of(self._opened)
+        return self._checked
 
     @property
     def nbytes(self) -> int:
@@ -170,6 +181,11 @@ class FrameFacts:
         offsets = self.header.chunk_offsets()
         first, last = start // self.chunk_nbytes, (stop - 1) // self.chunk_nbytes
         return int(offsets[first]), int(offsets[last + 1])
+
+    @property
+    def data(self) -> ByteArray:
+        """The frame's bytes, only to be read."""
+        return self._data
 
     @property
     def opened(self) -> OpenFrame:

@@ -70,6 +70,8 @@ class Frame(FrameFacts):
         True
     """
 
+    __slots__ = ()
+
     @classmethod
     def from_buffer(
         cls,

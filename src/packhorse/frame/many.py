@@ -20,7 +20,7 @@ from packhorse.errors import (
     CompatibilityError,
     CorruptionError,
 )
-from packhorse.frame.compress import PlainJob, compress_buffer, pack_plain, room_for
+from packhorse.frame.compress import compress_buffer, pack_plain, room_for
 from packhorse.frame.frame import Frame
 from packhorse.frame.plan import checked_source
 from packhorse.layout import Level
@@ -91,10 +91,18 @@ def compress_many(
         _blame(error, len(rooms), name_of)
     frames: list[Frame | None] = [None] * len(jobs)
     alone = [i for i, job in enumerate(jobs) if job.base is None]
-    plain = [PlainJob(sources[i], rooms[i], jobs[i].name) for i in alone]
-    for i, frame in zip(alone, pack_plain(plain, effort, n_threads), strict=True):
+    packed_alone = pack_plain(
+        [sources[i] for i in alone],
+        [rooms[i] for i in alone],
+        [jobs[i].name for i in alone],
+        effort,
+        n_threads,
+    )
+    for i, frame in zip(alone, packed_alone, strict=True):
         frames[i] = frame
     rest = [i for i, frame in enumerate(frames) if frame is None]
+    if not rest:
+        return [frame for frame in frames if frame is not None]
 
     def pack(k: int, share: int) -> Frame:
         job = jobs[rest[k]]
@@ -135,13 +143,16 @@ def decompress_many(
             targets.append(_target(job))
     except BLAMED as error:
         _blame(error, len(targets), name_of)
-    alone = [i for i, job in enumerate(jobs) if job.frame.opened.stands_alone]
+    opened = [job.frame.opened for job in jobs]
+    alone = [i for i, frame in enumerate(opened) if frame.stands_alone]
     status, bad, chunk = _core.unpack_frames(
-        [jobs[i].frame.opened for i in alone], [targets[i] for i in alone], True, n_threads
+        [opened[i] for i in alone], [targets[i] for i in alone], True, n_threads
     )
     if status:
         _blame(jobs[alone[bad]].frame.chunk_error(chunk, status), alone[bad], name_of)
-    rest = [i for i, job in enumerate(jobs) if not job.frame.opened.stands_alone]
+    if len(alone) == len(jobs):
+        return
+    rest = [i for i, frame in enumerate(opened) if not frame.stands_alone]
 
     def unpack(k: int, share: int) -> None:
         frame, _, base, base_hash = jobs[rest[k]]

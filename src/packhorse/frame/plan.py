@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = [
+    "Form",
     "checked_source",
+    "form_of",
     "max_frame_nbytes",
     "max_header_nbytes",
     "plan_buffer",
@@ -60,17 +62,16 @@ def max_frame_nbytes(dtype: str, shape: Sequence[int]) -> int:
         >>> frame.nbytes <= len(memory)
         True
     """
-    form = _form_of(dtype, tuple(shape))
-    return form.header_capacity + padded(form.geometry.nbytes)
+    return form_of(dtype, tuple(shape)).capacity
 
 
 def max_header_nbytes(dtype: str, shape: Sequence[int]) -> int:
     """Returns the length of the longest header of a frame of a tensor of this dtype and shape, for
     frames that this release makes."""
-    return _form_of(dtype, tuple(shape)).header_capacity
+    return form_of(dtype, tuple(shape)).header_capacity
 
 
-class _Form(NamedTuple):
+class Form(NamedTuple):
     """What follows from the dtype and the shape of a tensor. No plan has more chunks or planes than
     its natural geometry.
 
@@ -78,23 +79,30 @@ class _Form(NamedTuple):
         dtype: the dtype.
         geometry: the natural geometry.
         header_capacity: bytes of the longest header.
+        capacity: bytes of the longest frame.
     """
 
     dtype: DType
     geometry: Geometry
     header_capacity: int
+    capacity: int
 
 
 # The tensors of a model have few shapes, and checking one takes as long as packing a short tensor.
 @lru_cache(maxsize=4096)
-def _form_of(dtype: str, shape: tuple[int, ...]) -> _Form:
+def form_of(dtype: str, shape: tuple[int, ...]) -> Form:
+    """What follows from a dtype and a shape.
+
+    Raises:
+        ValueError: unknown dtype or impossible shape.
+    """
     row, nbytes = checked_nbytes(dtype, shape)
     natural = natural_geometry(row, nbytes)
     side_nbytes = side_capacity(row, shape)
     header_nbytes = frame_header_nbytes(
         len(shape), natural.n_chunks, natural.n_planes, side_nbytes, has_base=True
     )
-    return _Form(row, natural, header_nbytes)
+    return Form(row, natural, header_nbytes, header_nbytes + padded(natural.nbytes))
 
 
 def plan_buffer(
@@ -188,7 +196,7 @@ def checked_source(src: Buffer, dtype: str, shape: Sequence[int]) -> Source:
         ValueError: unknown dtype, or the buffer is not as long as dtype and shape say.
     """
     sizes = tuple(shape)
-    row, geometry, _ = _form_of(dtype, sizes)
+    row, geometry, _, _ = form_of(dtype, sizes)
     data = as_bytes(src, "src")
     if data.size != geometry.nbytes:
         raise ValueError(f"{dtype} of shape {sizes} has {geometry.nbytes} bytes, src {data.size}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from packhorse import _core
 from packhorse.codecs.base import as_bytes
 from packhorse.errors import CorruptionError, blaming
 from packhorse.frame.compress import compress_buffer
@@ -88,7 +89,10 @@ def compress_tensors(
     """Packs many tensors; arguments and errors as for `packhorse.numpy.compress_all`. `what` is the
     word for a tensor in messages."""
     tensors = list(tensors)
-    _check_members(tensors, outs, bases, what, framework)
+    copies = [not framework.is_readable_in_place(tensor) for tensor in tensors]
+    check = _MemoryCheck(framework, tensors, outs, bases, what)
+    if any(copies):  # the jobs may be done in several parts, and nothing shall be written before
+        check.run()
     frames: list[Frame] = []
     jobs: list[PackJob] = []
     copied = 0
@@ -101,11 +105,10 @@ def compress_tensors(
         jobs.clear()
 
     for i, tensor in enumerate(tensors):
-        with_copy = not framework.is_readable_in_place(tensor)
-        copied += getattr(tensor, "nbytes", 0) if with_copy else 0
+        copied += getattr(tensor, "nbytes", 0) if copies[i] else 0
         if copied > _COPIED_NBYTES and jobs:
             flush()
-            copied = tensor.nbytes if with_copy else 0
+            copied = tensor.nbytes if copies[i] else 0
         try:
             base = None if bases is None else bases[i]
             of_base = (None, None) if base is None else framework.readable(base)[:2]
@@ -113,6 +116,8 @@ def compress_tensors(
             jobs.append(PackJob(*framework.readable(tensor), out, None, *of_base))
         except BLAMED as error:
             raise type(error)(f"{what} {i}: {error}") from error
+    if outs is not None and not any(copies):
+        check.run_for([job.out for job in jobs], [(job.src, job.base) for job in jobs])
     flush()
     return frames
 
@@ -127,7 +132,7 @@ def decompress_tensors(
 ) -> list[Any]:
     """Unpacks many frames to host memory; arguments and errors as for
     `packhorse.numpy.decompress_all`."""
-    _check_members(frames, outs, bases, "frame", framework)
+    check = _MemoryCheck(framework, frames, outs, bases, "frame")
     tensors, jobs, direct = [], [], []
     for i, frame in enumerate(frames):
         try:
@@ -141,6 +146,10 @@ def decompress_tensors(
         if memory is not None:
             jobs.append(UnpackJob(frame, memory, base))
             direct.append(i)
+    if outs is not None and len(jobs) < len(frames):
+        check.run()
+    elif outs is not None:
+        check.run_for([job.dst for job in jobs], [(job.frame.data, job.base) for job in jobs])
     try:
         decompress_many(jobs, threads=threads, name_of=lambda k: f"frame {direct[k]}")
     finally:
@@ -153,28 +162,71 @@ def decompress_tensors(
     return tensors
 
 
-def _check_members(
-    items: Sequence[Any],
-    outs: Sequence[Any] | None,
-    bases: Sequence[Any] | None,
-    what: str,
-    framework: Framework,
-) -> None:
-    """Refuses lists that do not fit each other.
+class _MemoryCheck:
+    """Refuses lists that do not fit each other: one of `outs` shares memory with another, with an
+    item or with a base.
 
     Raises:
-        ValueError: there are more or fewer `outs` or `bases` than items, or one of `outs` shares
-            memory with another, with an item or with a base. Nothing is written then.
+        ValueError: there are more or fewer `outs` or `bases` than items.
     """
-    for name, members in (("outs", outs), ("bases", bases)):
-        if members is not None and len(members) != len(items):
-            raise ValueError(f"{name} has {len(members)} members; there are {len(items)} {what}s")
-    if outs is None:
-        return
-    spans = [_Span.of(f"outs[{i}]", out, framework, True) for i, out in enumerate(outs)]
-    spans += [_Span.of(f"{what} {i}", item, framework) for i, item in enumerate(items)]
-    spans += [_Span.of(f"bases[{i}]", base, framework) for i, base in enumerate(bases or ())]
-    _refuse_overlaps([span for span in spans if span is not None])
+
+    def __init__(
+        self,
+        framework: Framework,
+        items: Sequence[Any],
+        outs: Sequence[Any] | None,
+        bases: Sequence[Any] | None,
+        what: str,
+    ) -> None:
+        for name, members in (("outs", outs), ("bases", bases)):
+            if members is not None and len(members) != len(items):
+                raise ValueError(
+                    f"{name} has {len(members)} members; there are {len(items)} {what}s"
+                )
+        self._framework = framework
+        self._items = items
+        self._outs = outs
+        self._bases = bases
+        self._what = what
+
+    def run_for(self, outs: Sequence[Any], read: Iterable[tuple[Any, Any]]) -> None:
+        """Does what `run` does, faster, if the memory of all lists is known.
+
+        Args:
+            outs: buffers.
+            read: the buffer of each item and that of its base, or None.
+        """
+        try:
+            written = [as_bytes(out) for out in outs]
+            if _core.are_apart(
+                written, [data for pair in read for data in pair if data is not None]
+            ):
+                return
+        except TypeError:
+            pass  # the call itself refuses such an object
+        self.run()
+
+    def run(self) -> None:
+        """Compares all memory.
+
+        Raises:
+            ValueError: two members share memory, and one of them is written to.
+        """
+        if self._outs is None:
+            return
+        lists: list[tuple[str, Sequence[Any], bool]] = [
+            ("outs[{}]", self._outs, True),
+            (self._what + " {}", self._items, False),
+            ("bases[{}]", self._bases or (), False),
+        ]
+        _refuse_overlaps(
+            [
+                span
+                for name, members, is_written in lists
+                for i, member in enumerate(members)
+                if (span := _Span.of(name.format(i), member, self._framework, is_written))
+            ]
+        )
 
 
 class _Span(NamedTuple):
@@ -235,8 +287,13 @@ def read_frames(frames: Iterable[Frame | Buffer], max_nbytes: int | None) -> lis
     """
     read = []
     for i, frame in enumerate(frames):
-        with blaming(f"frame {i}", BLAMED):
-            read.append(frame if isinstance(frame, Frame) else Frame.from_buffer(frame))
+        if isinstance(frame, Frame):
+            read.append(frame)
+            continue
+        try:
+            read.append(Frame.from_buffer(frame))
+        except BLAMED as error:
+            raise type(error)(f"frame {i}: {error}") from error
     nbytes = sum(frame.logical_nbytes for frame in read)
     if max_nbytes is not None and nbytes > max_nbytes:
         raise CorruptionError(
