@@ -159,6 +159,13 @@ inline void vectorised_wide(Isa isa, Work work) {
     vectorised(isa, work);
 }
 
+// Keeps the compiler from collecting several values in a vector, which takes longer than to use
+// them where they are.
+template <class T>
+PACKHORSE_INLINE void keep_in_register(T& value) {
+    asm("" : "+r"(value));
+}
+
 // Keeps the compiler from replacing a store and narrower loads of `value` by shuffles, which are
 // slower because one port does them all.
 template <class T>

@@ -135,9 +135,16 @@ inline uint64_t take_long_token(uint32_t token, BitReader& extra) {
 template <class Unit>
 inline void list_long_tokens(const uint8_t* tokens, std::size_t n, uint32_t shift, BitReader& extra,
                              Unit* out, Isa isa) {
-    for_each_marked(tokens, n, kLongBit, isa, [&](std::size_t i) PACKHORSE_VECTORISED {
-        *out++ = static_cast<Unit>(take_long_token(tokens[i], extra) << shift);
+    for_each_marked_byte(tokens, n, kLongBit, isa, [&](uint8_t token) PACKHORSE_VECTORISED {
+        *out++ = static_cast<Unit>(take_long_token(token, extra) << shift);
     });
+}
+
+// Whether units of a class may have tokens that are not direct.
+inline bool has_long_tokens(const RansModel& model) {
+    const uint8_t* const end = model.symbols + model.n_symbols;
+    return model.has_escape() ||
+           std::any_of(model.symbols, end, [](uint8_t token) { return (token & kLongBit) != 0; });
 }
 
 // Turns bit planes into bytes.
@@ -193,8 +200,9 @@ class DeltaChunkDecoder {
             uint8_t* const tokens = rows_[0] + starts.at[c];
             const Status status = rans_decode(decoder_.rans, starts.count(c), tokens, ahead, isa_);
             if (status != Status::kOk) return status;
-            list_long_tokens(tokens, starts.count(c), rule.shifts[c], decoder_.extra,
-                             differences_ + starts.at[c], isa_);
+            if (has_long_tokens(decoder_.models[c]))
+                list_long_tokens(tokens, starts.count(c), rule.shifts[c], decoder_.extra,
+                                 differences_ + starts.at[c], isa_);
             take_raw_bits(starts.at[c], starts.count(c), rule.shifts[c], n_rows);
         }
         uint8_t ignored[2 * kMaxLanes];
@@ -212,8 +220,8 @@ class DeltaChunkDecoder {
             join_bit_planes(decoder_.raw, n, n_bits, rows_[1 + n_bytes] + at, isa_);
             decoder_.raw += n_bits * bit_plane_nbytes(n);
         }
-        // VBMI2 adds nothing for them, but units that do not fill a register move one by one.
-        const std::size_t done = isa_ >= Isa::kAvx512Vbmi2 && n > 64 ? n - 64 : 0;
+        // Vectors add nothing for them, but units that do not fill one move one by one.
+        const std::size_t done = isa_ >= Isa::kAvx2 && n > 64 ? n - 64 : 0;
         for (uint32_t p = 1 + n_bytes + (n_bits > 0 ? 1 : 0); p < n_rows; ++p)
             std::memset(rows_[p] + at + done, 0, n - done);
     }

@@ -37,6 +37,26 @@ PACKHORSE_INLINE void for_each_scattered(const uint8_t* bytes, std::size_t n, ui
                     [&, done](std::size_t i) PACKHORSE_VECTORISED { visit(done + i); });
 }
 
+// Calls visit(byte) for each of `n` bytes that has the bit `mark`, in order.
+template <class Visit>
+PACKHORSE_INLINE void for_each_marked_byte(const uint8_t* bytes, std::size_t n, uint8_t mark,
+                                           Isa isa, const Visit& visit) {
+    std::size_t done = 0;
+#if PACKHORSE_X86
+    if (isa >= Isa::kAvx512Vbmi2) {
+        uint8_t found[kDeltaBlockUnits + 64];
+        for (const std::size_t whole = n / 64 * 64; done < whole;) {
+            const std::size_t part = std::min(kDeltaBlockUnits, whole - done);
+            const uint8_t* const end = pick_marked_vbmi2(bytes + done, part, mark, found);
+            for (const uint8_t* byte = found; byte < end; ++byte) visit(*byte);
+            done += part;
+        }
+    }
+#endif
+    for_each_marked(bytes + done, n - done, mark, isa,
+                    [&, done](std::size_t i) PACKHORSE_VECTORISED { visit(bytes[done + i]); });
+}
+
 // Where each class begins in the order by class.
 struct DeltaStarts {
     std::size_t at[kMaxDeltaClasses + 1] = {};

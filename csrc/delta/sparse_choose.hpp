@@ -109,7 +109,9 @@ struct SparseGroups {
     }
 };
 
-// Finds the cuts of least cost, by dynamic programming over groups of keys.
+// Finds the cuts of least cost, by dynamic programming over groups of keys. To decode several
+// classes takes a walk along the whole base, three times as long as one class. So several must save
+// a sixteenth, unless as many are allowed as there can be.
 template <class Unit, bool kFloat>
 inline void choose_sparse_cuts(const SparseCounts* counts, std::size_t n_units,
                                uint32_t max_classes, SparseHeader<Unit>& header) {
@@ -136,6 +138,8 @@ inline void choose_sparse_cuts(const SparseCounts* counts, std::size_t n_units,
     header.n_classes = 1;
     for (uint32_t k = 2; k <= max_classes; ++k)
         if (best[k][n] < best[header.n_classes][n]) header.n_classes = k;
+    const uint64_t saved = best[1][n] - best[header.n_classes][n];
+    if (max_classes < kMaxSparseClasses && saved < best[1][n] / 16) header.n_classes = 1;
     uint32_t end = n;
     for (uint32_t k = header.n_classes; k > 1; --k) {
         end = cut[k][end];

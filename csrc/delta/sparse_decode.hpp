@@ -94,7 +94,9 @@ struct SparseNumbers {
     std::size_t starts[kMaxSparseClasses];
 };
 
-constexpr uint32_t kNoRank = ~0u;
+// Above the number of units of any chunk, twice.
+constexpr uint32_t kNoRank = 1u << 30;
+static_assert(kNoRank / 2 > kMaxChunkNbytes);
 
 // Reads the ranks and the signs of a class. The steps become 1 or -1.
 template <class Unit>
@@ -167,19 +169,64 @@ PACKHORSE_INLINE Unit stepped(const uint8_t* base, Unit step) {
         static_cast<Unit>(to_ordered<Unit, kFloat>(load<Unit>(base)) + step));
 }
 
-// Where the changes of each class have been found so far, block by block of kSetUnits units.
+// The changes that have been found so far.
 template <class Unit, uint32_t kCuts>
 struct SparseSearch {
     const uint32_t* next[kCuts + 1];  // ranks that were not found yet
-    uint32_t before[kCuts + 1] = {};  // units of a class in the blocks before
-    uint64_t sets[kCuts + 1];         // units of a class in this block
-    uint32_t after[kCuts + 1];        // units of a class before the next block
     uint32_t* places;
     Unit* units;
 
     explicit SparseSearch(const SparseNumbers<Unit>& numbers, const SparseChanges<Unit>& changes)
         : places(changes.places), units(changes.units) {
         for (uint32_t c = 0; c <= kCuts; ++c) next[c] = numbers.ranks + numbers.starts[c];
+    }
+};
+
+// Finds the changes of a block, whose units of each class are `sets`. left[c] is how many units of
+// class c come before its next change, counted from the end of the block, so it is negative if the
+// change is in the block.
+template <class Unit, bool kFloat, uint32_t kCuts, bool kWide>
+PACKHORSE_INLINE void place_in_block(const uint8_t* base, std::size_t first, const uint64_t* sets,
+                                     const SparseNumbers<Unit>& numbers,
+                                     SparseSearch<Unit, kCuts>& search, int32_t* left) {
+    uint32_t hits = 0;
+    for (uint32_t c = 0; c <= kCuts; ++c) hits |= (left[c] < 0 ? 1u : 0u) << c;
+    while (hits != 0) {  // once for each change: only the end of this loop is hard to predict
+        const auto c = static_cast<uint32_t>(std::countr_zero(hits));
+        const uint32_t* const rank = search.next[c]++;
+        const auto in_block = static_cast<uint32_t>(left[c] + std::popcount(sets[c]));
+        const std::size_t at = first + place_of_rank<kWide>(sets[c], in_block);
+        *search.places++ = static_cast<uint32_t>(at);
+        *search.units++ =
+            stepped<Unit, kFloat>(base + at * sizeof(Unit), numbers.steps[rank - numbers.ranks]);
+        left[c] += static_cast<int32_t>(rank[1] - rank[0]);
+        hits &= ~((left[c] < 0 ? 0u : 1u) << c);
+    }
+}
+
+// Looks for changes block by block. `left` is a part of it, so that it stays in registers.
+template <class Unit, bool kFloat, uint32_t kCuts, bool kWide>
+struct SparseVisitor {
+    const uint8_t* base;
+    const SparseNumbers<Unit>& numbers;
+    SparseSearch<Unit, kCuts>& search;
+    std::array<int32_t, kCuts + 1> left;
+
+    PACKHORSE_INLINE void operator()(const SetBlock& block) {
+        uint64_t sets[kCuts + 1];
+        int32_t any = 0;
+#pragma GCC unroll 8
+        for (uint32_t c = 0; c <= kCuts; ++c) {
+            sets[c] = block.of_class<kCuts>(c);
+            left[c] -= std::popcount(sets[c]);
+            keep_in_register(left[c]);
+            any |= left[c];
+        }
+        if (any >= 0) return;
+        auto here = left;  // a copy, for the same reason
+        place_in_block<Unit, kFloat, kCuts, kWide>(base, block.first, sets, numbers, search,
+                                                   here.data());
+        left = here;
     }
 };
 
@@ -190,33 +237,9 @@ inline bool place_sparse(const uint8_t* base, std::size_t n, const SparseHeader<
                          const SparseNumbers<Unit>& numbers, SparseChanges<Unit>& changes,
                          Isa isa) {
     SparseSearch<Unit, kCuts> search(numbers, changes);
-    uint32_t wanted[kCuts + 1];  // *search.next
-    for (uint32_t c = 0; c <= kCuts; ++c) wanted[c] = *search.next[c];
-    visit_sets<Unit, kFloat, kCuts, kWide>(
-        base, n, header.cuts, isa, [&](const SetBlock& block) PACKHORSE_VECTORISED {
-            uint32_t hits = 0;  // classes with a change in this block
-#pragma GCC unroll 8
-            for (uint32_t c = 0; c <= kCuts; ++c) {
-                search.sets[c] = block.of_class<kCuts>(c);
-                search.after[c] =
-                    search.before[c] + static_cast<uint32_t>(std::popcount(search.sets[c]));
-                hits |= (wanted[c] < search.after[c] ? 1u : 0u) << c;
-            }
-            while (hits !=
-                   0) {  // once for each change: only the end of this loop is hard to predict
-                const auto c = static_cast<uint32_t>(std::countr_zero(hits));
-                const std::size_t at =
-                    block.first +
-                    place_of_rank<kWide>(search.sets[c], wanted[c] - search.before[c]);
-                *search.places++ = static_cast<uint32_t>(at);
-                *search.units++ = stepped<Unit, kFloat>(
-                    base + at * sizeof(Unit), numbers.steps[search.next[c] - numbers.ranks]);
-                wanted[c] = *++search.next[c];
-                hits &= ~((wanted[c] < search.after[c] ? 0u : 1u) << c);
-            }
-#pragma GCC unroll 8
-            for (uint32_t c = 0; c <= kCuts; ++c) search.before[c] = search.after[c];
-        });
+    SparseVisitor<Unit, kFloat, kCuts, kWide> visitor{base, numbers, search, {}};
+    for (uint32_t c = 0; c <= kCuts; ++c) visitor.left[c] = static_cast<int32_t>(*search.next[c]);
+    visit_sets<Unit, kFloat, kCuts, kWide>(base, n, header.cuts, isa, visitor);
     changes.n = static_cast<std::size_t>(search.places - changes.places);
     return changes.n == header.n_changes();
 }

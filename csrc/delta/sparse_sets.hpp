@@ -8,14 +8,15 @@
 
 namespace packhorse {
 
-// Calls visit(block) for all units of a base. `visit` is marked PACKHORSE_VECTORISED. With kWide,
+// Calls a copy of `given` with each block of a base. It is marked PACKHORSE_VECTORISED. With kWide,
 // AVX-512 is allowed.
 template <class Unit, bool kFloat, uint32_t kCuts, bool kWide, class Visit>
 inline void visit_sets(const uint8_t* base, std::size_t n, const Unit* cuts, Isa isa,
-                       const Visit& visit) {
+                       const Visit& given) {
 #if PACKHORSE_X86
-    if constexpr (kWide) return visit_sets_avx512<Unit, kFloat, kCuts>(base, n, cuts, visit);
+    if constexpr (kWide) return visit_sets_avx512<Unit, kFloat, kCuts>(base, n, cuts, given);
 #endif
+    Visit visit = given;
     for (std::size_t at = 0; at < n; at += kSetUnits) {
         uint8_t padded[kSetUnits * sizeof(Unit)];
         const std::size_t here = std::min<std::size_t>(kSetUnits, n - at);

@@ -59,29 +59,28 @@ PACKHORSE_AVX512 PACKHORSE_INLINE uint64_t differing_avx512(const uint8_t* a, co
     return set;
 }
 
-// Computes the sets of the units that are at or above each of kCuts cuts.
-template <class Unit, bool kFloat, uint32_t kCuts>
-PACKHORSE_AVX512 PACKHORSE_INLINE void sets_above_avx512(const uint8_t* base, const Unit* cuts,
-                                                         uint64_t* above) {
+// Computes the set of the units that are at or above a cut.
+template <class Unit>
+PACKHORSE_AVX512 PACKHORSE_INLINE uint64_t set_above_avx512(const __m512i* sizes, __m512i cut) {
     using Lanes = SetLanes512<Unit>;
-    __m512i sizes[Lanes::kRegisters];
+    if constexpr (Lanes::kRegisters == 2) {
+        const __mmask64 low = Lanes::at_least(sizes[0], cut), high = Lanes::at_least(sizes[1], cut);
+        return _mm512_kunpackd(high, low);
+    }
+    uint64_t set = 0;
 #pragma GCC unroll 8
     for (std::size_t r = 0; r < Lanes::kRegisters; ++r)
-        sizes[r] = Lanes::template size<kFloat>(_mm512_loadu_si512(base + 64 * r));
-#pragma GCC unroll 8
-    for (uint32_t t = 0; t < kCuts; ++t) {
-        const __m512i cut = Lanes::fill(cuts[t]);
-        uint64_t set = 0;
-#pragma GCC unroll 8
-        for (std::size_t r = 0; r < Lanes::kRegisters; ++r)
-            set |= Lanes::at_least(sizes[r], cut) << r * Lanes::kLanes;
-        above[t] = set;
-    }
+        set |= Lanes::at_least(sizes[r], cut) << r * Lanes::kLanes;
+    return set;
 }
 
 template <class Unit, bool kFloat, uint32_t kCuts, class Visit>
 PACKHORSE_AVX512 inline void visit_sets_avx512(const uint8_t* base, std::size_t n, const Unit* cuts,
-                                               const Visit& visit) {
+                                               const Visit& given) {
+    using Lanes = SetLanes512<Unit>;
+    Visit visit = given;  // a copy, so that its state can stay in registers
+    __m512i cut[kCuts];
+    for (uint32_t t = 0; t < kCuts; ++t) cut[t] = Lanes::fill(cuts[t]);
     uint8_t padded[kSetUnits * sizeof(Unit)];
     for (std::size_t at = 0; at < n; at += kSetUnits) {
         const uint8_t* units = base + at * sizeof(Unit);
@@ -93,10 +92,14 @@ PACKHORSE_AVX512 inline void visit_sets_avx512(const uint8_t* base, std::size_t 
             units = padded;
             exist = first_bits(n - at);
         }
+        __m512i sizes[Lanes::kRegisters];
+#pragma GCC unroll 8
+        for (std::size_t r = 0; r < Lanes::kRegisters; ++r)
+            sizes[r] = Lanes::template size<kFloat>(_mm512_loadu_si512(units + 64 * r));
         uint64_t above[kCuts];
-        sets_above_avx512<Unit, kFloat, kCuts>(units, cuts, above);
-        if (exist != ~uint64_t{0})
-            for (uint32_t t = 0; t < kCuts; ++t) above[t] &= exist;
+#pragma GCC unroll 8
+        for (uint32_t t = 0; t < kCuts; ++t)
+            above[t] = set_above_avx512<Unit>(sizes, cut[t]) & exist;
         visit(SetBlock{at, exist, above});
     }
 }

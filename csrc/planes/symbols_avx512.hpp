@@ -17,21 +17,45 @@ PACKHORSE_AVX512 inline std::size_t write_raw_blocks_avx512(const uint8_t* plane
     return n_blocks;
 }
 
-PACKHORSE_AVX512 inline void add_raw_block_avx512(const uint64_t* words, const uint8_t* bits,
-                                                  uint32_t n_words, uint8_t* dst) {
-    __m512i bytes = _mm512_loadu_si512(dst);
-    for (uint32_t w = 0; w < n_words; ++w)
-        bytes = _mm512_mask_add_epi8(bytes, words[w], bytes,
-                                     _mm512_set1_epi8(static_cast<char>(1u << bits[w])));
-    _mm512_storeu_si512(dst, bytes);
+// Adds kWords raw bits to each byte. What is the same for all blocks stays in registers.
+template <uint32_t kWords>
+PACKHORSE_AVX512 inline void add_raw_words_avx512(const RawPlanes& raw, std::size_t first,
+                                                  std::size_t n_blocks, uint8_t* dst) {
+    __m512i bits[kWords];
+    for (uint32_t w = 0; w < kWords; ++w)
+        bits[w] = _mm512_set1_epi8(static_cast<char>(1u << raw.bits[w]));
+    const uint8_t* const planes = raw.planes + first / 8;
+    const std::size_t stride = raw.stride;
+    for (std::size_t b = 0; b < n_blocks; ++b) {
+        __m512i bytes = _mm512_loadu_si512(dst + 64 * b);
+#pragma GCC unroll 8
+        for (uint32_t w = 0; w < kWords; ++w)
+            bytes = _mm512_mask_add_epi8(bytes, load<uint64_t>(planes + w * stride + 8 * b), bytes,
+                                         bits[w]);
+        _mm512_storeu_si512(dst + 64 * b, bytes);
+    }
 }
 
-PACKHORSE_AVX512 inline void add_raw_blocks_avx512(const RawPlanes& raw, std::size_t first,
-                                                   std::size_t n_blocks, uint8_t* dst) {
-    uint64_t words[8];
-    for (std::size_t b = 0; b < n_blocks; ++b) {
-        load_raw_words(raw, first + 64 * b, words);
-        add_raw_block_avx512(words, raw.bits, raw.n, dst + 64 * b);
+// `raw` has at least one plane.
+inline void add_raw_blocks_avx512(const RawPlanes& raw, std::size_t first, std::size_t n_blocks,
+                                  uint8_t* dst) {
+    switch (raw.n) {
+        case 1:
+            return add_raw_words_avx512<1>(raw, first, n_blocks, dst);
+        case 2:
+            return add_raw_words_avx512<2>(raw, first, n_blocks, dst);
+        case 3:
+            return add_raw_words_avx512<3>(raw, first, n_blocks, dst);
+        case 4:
+            return add_raw_words_avx512<4>(raw, first, n_blocks, dst);
+        case 5:
+            return add_raw_words_avx512<5>(raw, first, n_blocks, dst);
+        case 6:
+            return add_raw_words_avx512<6>(raw, first, n_blocks, dst);
+        case 7:
+            return add_raw_words_avx512<7>(raw, first, n_blocks, dst);
+        default:
+            return add_raw_words_avx512<8>(raw, first, n_blocks, dst);
     }
 }
 

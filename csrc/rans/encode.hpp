@@ -22,6 +22,7 @@
 #include "rans/encode_portable.hpp"
 #include "rans/model.hpp"
 #include "rans/spread.hpp"
+#include "rans/tables_avx512.hpp"
 
 namespace packhorse {
 
@@ -153,12 +154,19 @@ PACKHORSE_INLINE void subtract_base(const uint8_t* symbols, std::size_t n, uint8
     }
 }
 
+inline void look_up_bytes(const uint8_t* bytes, std::size_t n, const uint8_t* table, uint8_t* dst,
+                          Isa isa) {
+    std::size_t i = 0;
+#if PACKHORSE_X86
+    if (isa >= Isa::kAvx512Vbmi2) i = look_up_vbmi2(bytes, n, table, dst);
+#endif
+    (void)isa;
+    for (; i < n; ++i) dst[i] = table[bytes[i]];
+}
+
 inline void map_units(const uint8_t* plane, std::size_t n, const CodeMap& map, uint8_t* codes,
                       Isa isa) {
-    if (!map.consecutive) {
-        for (std::size_t i = 0; i < n; ++i) codes[i] = map.code_of[plane[i]];
-        return;
-    }
+    if (!map.consecutive) return look_up_bytes(plane, n, map.code_of, codes, isa);
     const uint8_t base = map.base, escape_code = map.escape_code;
     const uint32_t raw_bits = map.raw_bits;
     vectorised(isa, [=]() PACKHORSE_VECTORISED {

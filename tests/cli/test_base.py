@@ -164,6 +164,20 @@ def test_inspect_shows_what_needs_a_base(tmp_path: Path, packed: Path, run: Run)
     assert "▚" in lines[-2]
 
 
+def test_inspect_counts_few_changes_against_the_whole_tensor(tmp_path: Path, run: Run):
+    old, new = tmp_path / "old.safetensors", tmp_path / "new.safetensors"
+    weights = 0.02 * torch.randn(1 << 18, generator=torch.Generator().manual_seed(1))
+    save_file({"w": weights}, old)
+    weights[::500] += 1e-5
+    save_file({"w": weights}, new)
+    assert run("pack", new, "--base", old) == Ended(0, "", "")
+    lines = run("inspect", new.with_name("new.ph.safetensors")).out.splitlines()
+    (line,) = [line for line in lines if line.startswith(" w ")]
+    fields = line.split()
+    assert fields[-2] == "sparse_delta"
+    assert float(fields[-1].removesuffix("x")) >= float(fields[7]) > 100  # the ratio
+
+
 @pytest.mark.parametrize("level", ["fast", "default", "max"])
 def test_inspect_shows_every_mode(tmp_path: Path, pair: Pair, run: Run, level: str):
     assert run("pack", pair[1], "-o", tmp_path / "x", "--level", level).code == 0

@@ -86,6 +86,8 @@ _STYLES = {
     "sparse_delta": ("▞", "/", "bright_blue"),
     _SAVED: ("·", ".", "dim"),
 }
+# Modes that cover whole units, although they are listed under the first plane.
+_FROM_BASE = {"delta", "sparse_delta"}
 
 
 def json_text(results: Sequence[Any], errors: Sequence[ErrorRow]) -> str:
@@ -427,10 +429,11 @@ def _planes(row: TensorRow) -> Text:
     parts = []
     for plane in row.planes:
         modes = "+".join(sorted(plane.modes, key=lambda mode: -plane.modes[mode]))
-        if modes == "delta":  # it covers whole units, although it is listed under the first plane
+        from_base = _FROM_BASE & plane.modes.keys()
+        if from_base and from_base == plane.modes.keys():
             gain = _gain(ratio(row.nbytes, plane.packed_nbytes))
-            parts.append(f"delta {gain}" if plane.packed_nbytes else "equal to its base")
-        elif modes == "stored" or "delta" in plane.modes:
+            parts.append(f"{modes} {gain}" if plane.packed_nbytes else "equal to its base")
+        elif modes == "stored" or from_base:
             parts.append(f"{plane.name} {modes}")
         elif modes or row.n_chunks == 0:
             parts.append(f"{plane.name} {modes} {_gain(plane.ratio)}".strip())
