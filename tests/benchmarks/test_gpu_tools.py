@@ -73,6 +73,20 @@ def test_the_sanitizer_finds_nothing(summary: str, tool: Any) -> None:
     assert all("2 products right" in row["summary"] for row in rows)
 
 
+RACE = """========= Error: Race reported between Write access at {}+0x3d70
+=========     and Read access at {}+0x60c0 [2048 hazards]
+"""
+
+
+def test_races_of_copies_that_mbarriers_order_stop_nothing(tool: Any) -> None:
+    summary = NO_RACES.replace("0 hazards", "12 hazards")
+    tool(RIGHT + RACE.replace("{}", "multiply") + summary)
+    assert "racecheck does not follow" in tools.sanitize(run_of())[1]["summary"]
+    tool(RIGHT + RACE.replace("{}", "multiply") + RACE.replace("{}", "decode_kernel") + summary)
+    with pytest.raises(WrongError, match="12 hazards"):
+        tools.sanitize(run_of())
+
+
 @pytest.mark.parametrize(
     ("text", "match"),
     [

@@ -407,7 +407,7 @@ def test_escapes_beyond_the_last_are_not_read() -> None:
 )
 def test_what_is_left_to_the_host_is_told(name: str, reason: str | None) -> None:
     header = header_of(bytes(fb.SMALL[name]()))
-    found = why_on_host(header, torch.device("cpu"))
+    found = why_on_host(header, torch.device(DEVICE))
     assert (found is None) if reason is None else reason in str(found)
 
 

@@ -508,7 +508,10 @@ def _launch(
     turn = config.block_steps * (1 if shares else config.n_warps)
     dialect = choose_dialect(x.device)
     if shares and not dialect.shares:
-        raise ValueError(f"{config} is not for this GPU, whose products of 64 tokens run on")
+        raise ValueError(
+            f"{config} is not for this GPU: with more than {MAX_OWN_TOKENS} tokens, products run "
+            "on while their warps decode, and Triton does not wait for them in time"
+        )
     is_even = n_steps % turn == 0 and n_columns == format.n_slices * n_steps
     early = dialect.early and is_even
     # Gathering an element fetches its sector, a column's elements of all tokens two at most.
