@@ -55,7 +55,7 @@ def test_one_wrong_bit_in_one_run_ends_it_and_names_the_division(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spoil_one_run(monkeypatch)
-    run = SimpleNamespace(smoke=True, keep=lambda rows: None)
+    run = SimpleNamespace(smoke=True, keep=lambda rows: None, strategies=())
     with pytest.raises(WrongError, match=r"W12, 20 tokens, .*MatmulConfig.*: 1 of 3 runs"):
         repeats.repeat(run)
 
