@@ -24,6 +24,7 @@ from packhorse.device.cost import predict_decode, predict_plain
 from packhorse.device.product_check import WrongProductWarning
 from packhorse.device.product_timer import ProductTimer
 from packhorse.device.strategy import BUCKETS, INVARIANT_TOKENS, Choice, Strategy, bucket_of
+from packhorse.device.stream_cost import stream_candidates
 from packhorse.device.tune_cache import TUNE_CACHE, Key, Measured, check_config, order_of
 from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.gpu import models
@@ -33,6 +34,7 @@ from packhorse.gpu.search import Search
 from packhorse.gpu.timing import chain_copies
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.kernels.matmul import MatmulConfig, default_config
+from packhorse.kernels.stream_product import StreamConfig
 from packhorse.layout import W11, W12, WEIGHT_FORMATS, WeightFormat
 from packhorse.reference.weights import encode_weights
 
@@ -406,7 +408,7 @@ def test_a_cache_with_a_kernel_that_is_gone_is_void(tmp_path: Path) -> None:
         "n_warps": 8, "n_splits": 1, "n_stages": 3,
     }  # fmt: skip
     path.write_text(json.dumps(document))
-    with pytest.warns(RuntimeWarning, match=r"its version is 1, not 2.*packhorse tune"):
+    with pytest.warns(RuntimeWarning, match=r"its version is 1, not 3.*packhorse tune"):
         assert TUNE_CACHE.load(path, IDENTITY) == {}
     TUNE_CACHE.update(path, IDENTITY, entries())
     assert TUNE_CACHE.read(path, IDENTITY) == entries()
@@ -456,7 +458,7 @@ LIES: list[tuple[tuple[Any, ...], Any]] = [
     (("entries",), {}),
     (("identity",), None),
     (("version",), 1),
-    (("version",), 3),
+    (("version",), 4),
     (("version",), True),
     (("more",), 1),
 ]
@@ -500,6 +502,27 @@ def test_no_byte_of_a_cache_brings_anything_but_documented_errors(tmp_path: Path
         for measured in next(iter(found.values())).values():
             if measured.choice.config is not None:
                 check_config(measured.choice.config)
+
+
+@pytest.mark.parametrize("format", WEIGHT_FORMATS.values(), ids=list(WEIGHT_FORMATS))
+@pytest.mark.parametrize("n_tokens", [1, 16, 32, 64, 128, 256])
+def test_every_division_for_hopper_can_be_kept(n_tokens: int, format: WeightFormat) -> None:
+    for n_rows, n_columns in ((4096, 4096), (6144, 4096), (4096, 14336), (8192, 28672)):
+        for config in stream_candidates(n_rows, n_columns, n_tokens, format, 132):
+            check_config(config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        StreamConfig(48, 8, 10, 4, cluster=4),  # stages that pairs of warps took in turns
+        StreamConfig(16, 8, 16, 4),  # no cluster
+        StreamConfig(128, 256, 3, 3, cluster=4),  # too many registers
+    ],
+)
+def test_divisions_that_a_card_ran_wrongly_cannot_be_kept(config: StreamConfig) -> None:
+    with pytest.raises(ValueError, match=r"stages|cluster|rows"):
+        check_config(config)
 
 
 def test_a_folder_in_place_of_the_cache_is_told(tmp_path: Path) -> None:

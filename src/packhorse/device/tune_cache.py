@@ -17,7 +17,7 @@ from packhorse.device.strategy import (
 )
 from packhorse.gpu.figure_cache import FigureCache, require, require_keys
 from packhorse.kernels.matmul import MatmulConfig
-from packhorse.kernels.stream_product import MAX_STREAM_TOKENS, StreamConfig
+from packhorse.kernels.stream_product import MAX_STREAM_TOKENS, StreamConfig, check_stream
 from packhorse.layout import MAX_WEIGHT_COLUMNS, WEIGHT_FORMATS
 
 __all__ = [
@@ -44,10 +44,10 @@ CONFIG_VALUES: dict[type, dict[str, tuple[int, ...]]] = {
         "n_tiles": (1, 2, 3, 4),
     },
     StreamConfig: {
-        "block_rows": (16, 32, 64, 128),
+        "block_rows": (16, 32, 48, 64, 128),
         "block_tokens": (8, 16, 32, 64, 128, 256),
-        "n_weight_stages": (2, 3, 4, 5, 6),
-        "n_token_stages": (2, 3, 4, 5, 6, 8),
+        "n_weight_stages": tuple(range(2, 17)),
+        "n_token_stages": tuple(range(2, 65)),
         "cluster": (1, 2, 4),
         "n_splits": (1, 2, 4, 8, 16, 32, 64),
     },
@@ -97,15 +97,17 @@ def order_of(config: MatmulConfig) -> tuple[int, int, int]:
 
 
 def check_config(config: MatmulConfig | StreamConfig) -> None:
-    """Checks the ranges of a division.
+    """Checks the ranges of a division, and whether its fields fit each other.
 
     Raises:
-        ValueError: a field is out of its range; the message names it.
+        ValueError: a field is out of its range, or they do not fit; the message names it.
     """
     for field in fields(config):
         value, allowed = getattr(config, field.name), CONFIG_VALUES[type(config)][field.name]
         if type(value) is not int or value not in allowed:
             raise ValueError(f"{field.name} is {value!r}; it must be one of {allowed}")
+    if isinstance(config, StreamConfig):
+        check_stream(config)
 
 
 def _parse_entry(entry: Any) -> tuple[Key, dict[int, Measured]]:
@@ -176,7 +178,9 @@ def _dump_entry(key: Key, buckets: dict[int, Measured]) -> dict[str, Any]:
 
 TUNE_CACHE = FigureCache[Key, dict[int, Measured]](
     "tune",
-    version=2,  # 1 had the kernel for many tokens, and fused products of 512 and 1024 tokens
+    # 1 had the kernel for many tokens, and fused products of 512 and 1024 tokens; 2 had divisions
+    # of the kernels in CUDA C++ that an H200 ran wrongly.
+    version=3,
     parse=_parse_entry,
     dump=_dump_entry,
     remedy=(

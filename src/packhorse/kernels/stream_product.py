@@ -22,6 +22,7 @@ __all__ = [
     "MAX_STREAM_TOKENS",
     "StreamConfig",
     "StreamPlan",
+    "check_stream",
     "default_stream_config",
     "fill_stages",
     "keeps_tokens",
@@ -167,12 +168,10 @@ def plan_stream(
         config: how the product is divided.
 
     Raises:
-        ValueError: the division has splits that exceptions cannot be shared out to, or the kernel
-            for up to 32 tokens cannot have it.
+        ValueError: the kernels cannot have the division.
     """
     few = _is_few(config)
-    if few:
-        _check_few(config)
+    check_stream(config)
     n_steps = format.n_steps(n_columns)
     box = _box_steps(config, format)
     n_boxes = -(-n_steps // box)
@@ -180,12 +179,6 @@ def plan_stream(
     n_row_blocks = -(-n_rows // (config.block_rows * config.cluster))
     consumers = _CONSUMERS if few else config.block_rows // 16
     arranged = 0 if few else n_token_blocks * config.block_tokens * n_boxes * format.n_slices
-    parts = config.n_splits
-    if not few and (parts & (parts - 1) or parts > config.block_rows // 16):
-        raise ValueError(
-            f"{parts} splits of {config.block_rows} rows: above {FEW_TOKENS} tokens it must be a "
-            f"power of two, up to {config.block_rows // 16}"
-        )
     transposed = n_token_blocks * config.block_tokens // 8 * n_columns
     if few and format is W12:
         transposed = 0
@@ -215,6 +208,28 @@ def plan_stream(
         high_box=(box, config.block_rows, n_high),
         swizzle=box == 128,
     )
+
+
+def check_stream(config: StreamConfig) -> None:
+    """Checks what the fields of a division must be together.
+
+    Raises:
+        ValueError: the kernels cannot have it.
+    """
+    if _is_few(config):
+        _check_few(config)
+        return
+    rows, tokens, parts = config.block_rows, config.block_tokens, config.n_splits
+    if rows * tokens > _MAX_SUMS.get(rows, 0):
+        raise ValueError(
+            f"{rows} rows and {tokens} tokens: above {FEW_TOKENS} tokens a program has 64 rows, or "
+            "128 rows with up to 128 tokens"
+        )
+    if parts & (parts - 1) or parts > rows // 16:
+        raise ValueError(
+            f"{parts} splits of {rows} rows: above {FEW_TOKENS} tokens it must be a power of two, "
+            f"up to {rows // 16}"
+        )
 
 
 def _check_few(config: StreamConfig) -> None:
