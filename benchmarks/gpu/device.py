@@ -125,6 +125,7 @@ def run_parts(
         shares: of the time of all parts after which each part must end.
     """
     from benchmarks.gpu.checks import WrongError
+    from benchmarks.gpu.workers import gpu_answers
     from packhorse.device.product_check import WrongProductWarning
 
     gpu_parts = import_module(module)
@@ -164,17 +165,6 @@ def keep_part(
     """Write the rows that a part has so far."""
     parts[name] = rows
     keep(args, parts)
-
-
-def gpu_answers() -> bool:
-    """Whether this process can still use the GPU; after a fault in a kernel it cannot."""
-    import torch
-
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError:
-        return False
-    return True
 
 
 def run_elsewhere(names: Sequence[str], seconds: float) -> dict[str, Any]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from benchmarks.gpu.run import Run
     from packhorse.kernels.matmul import MatmulConfig
 
-__all__ = ["Failure", "Product", "compile_ahead", "likely_products", "spread"]
+__all__ = ["Failure", "Product", "compile_ahead", "gpu_answers", "likely_products", "spread"]
 
 _Job = TypeVar("_Job")
 _MAX_WORKERS = 14  # each takes half a GiB of the GPU's memory
@@ -58,10 +58,19 @@ class Failure(NamedTuple):
     trace: str
 
 
+class _NotRun(NamedTuple):
+    """The job came to a process that had lost the GPU before, by a fault in a kernel."""
+
+
+_lost = [False]  # whether this process has lost the GPU
+_PAUSE = 2.0  # seconds that it leaves to other processes, which can do the jobs
+
+
 def spread(
     run: "Run", function: Callable[[_Job], Any], jobs: Sequence[_Job], patience: float = 120.0
 ) -> Iterator[tuple[_Job, Any]]:
-    """Yield results as they come, until the part has to end; a failure is a result, too.
+    """Yield results as they come, until the part has to end; a failure is a result, too. After a
+    fault a process cannot use the GPU: the jobs that it gets then go to new processes.
 
     Args:
         run: a smoke run stays in this process.
@@ -74,9 +83,20 @@ def spread(
         for job in jobs:
             yield _outcome((function, job))
         return
+    while jobs:
+        again = []
+        for job, found in _spread_once(run, function, jobs, patience):
+            if isinstance(found, _NotRun):
+                again.append(job)
+            else:
+                yield job, found
+        jobs = again
+
+
+def _spread_once(
+    run: "Run", function: Callable[[_Job], Any], jobs: Sequence[_Job], patience: float
+) -> Iterator[tuple[_Job, Any]]:
     n_workers = min(_MAX_WORKERS, len(jobs), max((os.cpu_count() or 2) - 1, 1))
-    if not jobs:
-        return
     # Not forked, because a child could not use the GPU. Leaving the block ends processes that are
     # late or hang.
     with multiprocessing.get_context("spawn").Pool(n_workers) as pool:
@@ -89,12 +109,26 @@ def spread(
                 return
 
 
+def gpu_answers() -> bool:
+    """Whether this process can still use the GPU; after a fault in a kernel it cannot."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
 def _outcome(call: tuple[Callable[[Any], Any], Any]) -> tuple[Any, Any]:
     function, job = call
+    if _lost[0]:
+        time.sleep(_PAUSE)
+        return job, _NotRun()
     try:
         return job, function(job)
     except Exception as error:
-        return job, Failure(f"{type(error).__name__}: {error}", traceback.format_exc())
+        failure = Failure(f"{type(error).__name__}: {error}", traceback.format_exc())
+        _lost[0] = torch.cuda.is_available() and not gpu_answers()
+        return job, failure
 
 
 # Compiling before measuring.

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -166,6 +167,30 @@ def test_work_is_shared_out_and_late_work_ended(monkeypatch: pytest.MonkeyPatch)
     assert list(workers.spread(run, time.sleep, [300.0])) == []
 
 
+def test_jobs_of_a_process_that_has_lost_the_gpu_go_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Processes that are threads here: the first round loses the GPU at job 1."""
+    monkeypatch.setattr(workers, "_PAUSE", 0.0)
+    monkeypatch.setattr(workers, "_lost", [False])
+    monkeypatch.setattr(workers, "gpu_answers", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    rounds: list[int] = []
+
+    class Context:
+        def Pool(self, n: int) -> Any:
+            rounds.append(n)
+            workers._lost[0] = False
+            return ThreadPool(1)
+
+    monkeypatch.setattr(workers.multiprocessing, "get_context", lambda kind: Context())
+    run = SimpleNamespace(smoke=False, ends=time.monotonic() + 200)
+    found = dict(workers.spread(run, math.sqrt, [4.0, -1.0, 9.0, 16.0]))
+    assert found[-1.0].error.startswith("ValueError: ")
+    assert [found[job] for job in (4.0, 9.0, 16.0)] == [2.0, 3.0, 4.0]
+    assert len(rounds) == 2
+
+
 def test_kernels_that_nothing_keeps_are_not_compiled_ahead() -> None:
     choice = Choice(Strategy.STREAM, default_stream_config(4096, 4096, 8, W12))
     run = SimpleNamespace(smoke=True, ends=time.monotonic() + 200)
@@ -207,7 +232,7 @@ def test_a_lost_gpu_does_not_take_the_figures_with_it(
     monkeypatch.setattr(parts, "decode", lambda run: [{"form": "W12"}])
     monkeypatch.setattr(parts, "table", fail)
     calls: list[list[str]] = []
-    monkeypatch.setattr(device, "gpu_answers", lambda: False)
+    monkeypatch.setattr(workers, "gpu_answers", lambda: False)
     monkeypatch.setattr(subprocess, "run", lambda command, **_: calls.append(command))
     monkeypatch.setattr(sys, "argv", ["gpu.py", "device"])
     monkeypatch.setattr(device, "describe", lambda smoke: {"slug": "a"})
