@@ -246,7 +246,7 @@ inline void sort_sample(const DeltaRule& rule, DeltaSample& sample, std::size_t*
 
 // Computes what one more class must save of a sample that costs `cost`, in 2^-16 bits. A class
 // takes time: without it, coding is 2 to 5 % faster. So it must save one part of the bytes in 256,
-// or, if differences are longer than half of the units and gain little, one in 2048.
+// or, if differences take more than 9/16 of the units and so gain little, one in 2048.
 inline uint64_t class_price(uint64_t cost, const DeltaSample& sample, uint32_t unit_bits,
                             Level level) {
     const bool gains_little = 16 * cost > uint64_t{9} * unit_bits * sample.n << kCostBits;

@@ -507,7 +507,8 @@ def test_no_byte_of_a_cache_brings_anything_but_documented_errors(tmp_path: Path
 @pytest.mark.parametrize("format", WEIGHT_FORMATS.values(), ids=list(WEIGHT_FORMATS))
 @pytest.mark.parametrize("n_tokens", [1, 16, 32, 64, 128, 256])
 def test_every_division_for_hopper_can_be_kept(n_tokens: int, format: WeightFormat) -> None:
-    for n_rows, n_columns in ((4096, 4096), (6144, 4096), (4096, 14336), (8192, 28672)):
+    shapes = ((4096, 4096), (6144, 4096), (4096, 14336), (8192, 28672), (1024, 8192))
+    for n_rows, n_columns in shapes:
         for config in stream_candidates(n_rows, n_columns, n_tokens, format, 132):
             check_config(config)
 

@@ -138,6 +138,20 @@ def test_an_out_over_what_another_call_reads_is_refused(module: Any) -> None:
     assert not any(rooms[0])
 
 
+def test_an_out_over_a_base_that_is_not_contiguous_is_refused() -> None:
+    """What the core reads for it is a copy, but the caller's base is not to be written."""
+    whole = np.arange(64 * 64, dtype=np.float32).reshape(64, 64)
+    base = whole[:, ::2]
+    value, before = np.ascontiguousarray(base) + 1, whole.copy()
+    room = whole.reshape(-1).view(np.uint8)
+    with pytest.raises(ValueError, match=r"bases\[0\].* share memory"):
+        ph_numpy.compress_all([value], bases=[base], outs=[room])
+    frames = ph_numpy.compress_all([value], bases=[base])
+    with pytest.raises(ValueError, match=r"bases\[0\].* share memory"):
+        ph_numpy.decompress_all(frames, bases=[base], outs=[whole[:32].reshape(64, 32)])
+    np.testing.assert_array_equal(whole, before)
+
+
 def test_inputs_may_share_memory() -> None:
     array = np.arange(10_000, dtype=np.float32)
     frames = ph_numpy.compress_all([array, array, array[10:]], bases=[None, array, array[10:]])

@@ -43,6 +43,7 @@ DAMAGES = [
     (FEW, "bar.warp.sync", 0, "shared memory"),
     (FEW, "griddepcontrol.wait", 0, "before griddepcontrol.wait"),
     (CLUSTER, "barrier.cluster.wait", 0, "mbarrier"),
+    (MANY, "bar.sync", 0, ""),
     (MANY, "bar.warp.sync", 0, "shared memory"),
     (MANY, "fence.proxy.async", 0, "without fence.proxy.async"),
     (MANY, "wgmma.wait_group", 0, "written while a product uses it"),

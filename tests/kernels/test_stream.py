@@ -174,12 +174,13 @@ def test_divisions_without_splits_share_their_machine_code() -> None:
 
 
 def test_default_divisions_do_not_depend_on_few_tokens() -> None:
-    for n_rows, n_columns in ((4096, 4096), (1024, 8192), (6144, 4096), (300, 300)):
+    shapes = ((4096, 4096), (4608, 4608), (1024, 8192), (6144, 4096), (300, 300))
+    for n_rows, n_columns in shapes:
         for format in WEIGHT_FORMATS.values():
-            found = [default_stream_config(n_rows, n_columns, n, format) for n in (1, 8, 32)]
+            found = [default_stream_config(n_rows, n_columns, n, format) for n in (1, 16, 32)]
             assert len({config.n_splits for config in found}) == 1
             plans = [
                 plan_stream(n_rows, n_columns, n, format, config)
-                for n, config in zip((1, 8, 32), found, strict=True)
+                for n, config in zip((1, 16, 32), found, strict=True)
             ]
             assert len({plan.n_turns for plan in plans}) == 1

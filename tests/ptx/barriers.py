@@ -64,9 +64,12 @@ class _MBarrier:
     def require_news(self, program: int, warp: int) -> None:
         """A warp goes on at once, because the last phase had the parity that it waits for. While a
         phase is under way, this must be one that it has not seen: else it waits for the one under
-        way, or for a later one, and has left out others."""
-        is_begun = self.pending < self.count or self.copies
-        if is_begun and self.phase == self.seen.get((program, warp), 0):
+        way, or for a later one, and has left out others. A barrier that counts no bytes may be
+        free at first: others may have arrived before a warp that is late waits."""
+        brings = bool(self.copies or self.nbytes)
+        is_begun = brings or self.pending < self.count
+        seen = self.seen.get((program, warp), 0 if brings else -1)
+        if is_begun and self.phase == seen:
             raise Fault("waits for a phase of an mbarrier by its parity, and takes an older one")
 
 

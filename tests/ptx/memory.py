@@ -169,6 +169,7 @@ class SharedMemory:
             self.product = np.zeros(total, np.int16)  # products under way that read it
             self.unfenced = np.zeros(total, bool)
             # Bits of the warps that have read a byte, with no fence.proxy.async since then.
+            assert self.n_numbers <= 64
             self.unfenced_readers = np.zeros(total, np.uint64)
             self.syncs = np.zeros((n_programs, n_warps), np.int16)  # of each warp's lanes
 

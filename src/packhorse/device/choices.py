@@ -20,6 +20,7 @@ from packhorse.device.strategy import INVARIANT_TOKENS, Choice, Strategy, bucket
 from packhorse.device.stream import is_ready, prepare, waits_for_capture
 from packhorse.device.stream_cost import expect_stream, stream_candidates
 from packhorse.device.tune_cache import TUNE_CACHE, Entries, Key, Measured
+from packhorse.gpu.cuda_driver import DriverError
 from packhorse.gpu.detect import describe_device, identify
 from packhorse.gpu.models import DeviceModel
 from packhorse.kernels.matmul import MatmulConfig, default_config
@@ -110,9 +111,12 @@ def _can_run(choice: Choice, format: WeightFormat, device: torch.device) -> bool
     missing on this one."""
     if choice.strategy is not Strategy.STREAM:
         return True
-    return isinstance(choice.config, StreamConfig) and (
-        is_ready(device) and prepare(choice.config, format, device)
-    )
+    if not isinstance(choice.config, StreamConfig) or not is_ready(device):
+        return False
+    try:
+        return prepare(choice.config, format, device)
+    except (DriverError, ValueError):  # it does not fit this card
+        return False
 
 
 def _streamed(

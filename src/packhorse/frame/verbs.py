@@ -196,6 +196,12 @@ class _MemoryCheck:
             outs: buffers.
             read: the buffer of each item and that of its base, or None.
         """
+        if any(
+            base is not None and not self._framework.is_readable_in_place(base)
+            for base in self._bases or ()
+        ):  # what is given for it is a copy
+            self.run()
+            return
         try:
             written = [as_bytes(out) for out in outs]
             if _core.are_apart(

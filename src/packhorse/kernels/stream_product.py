@@ -234,9 +234,11 @@ def check_stream(config: StreamConfig) -> None:
 
 def _check_few(config: StreamConfig) -> None:
     """A stage stays with the same warps, and sums are sent within a cluster."""
+    if config.cluster not in (2, 4):
+        raise ValueError(
+            f"the cluster is {config.cluster}: up to {FEW_TOKENS} tokens it must be 2 or 4"
+        )
     own = _FEW_BOXES // config.cluster
-    if config.cluster == 1:
-        raise ValueError(f"the cluster is 1: up to {FEW_TOKENS} tokens it must be 2 or 4")
     if config.n_weight_stages % _FEW_BOXES or config.n_token_stages % own:
         raise ValueError(
             f"{config.n_weight_stages} stages of weights and {config.n_token_stages} of tokens: up "
@@ -264,13 +266,13 @@ def default_stream_config(
         block_tokens *= 2
     few = block_tokens <= FEW_TOKENS
     block_rows = (
-        _few_rows(n_rows, format, block_tokens, n_processors)
-        if few
-        else _many_rows(format, block_tokens)
+        _few_rows(n_rows, format, n_processors) if few else _many_rows(format, block_tokens)
     )
     # Programs that share the tokens fetch fewer bytes, but wait for each other.
     cluster = 4 if few or block_tokens == 256 else 2
-    n_blocks = -(-n_rows // block_rows)
+    n_blocks = -(-n_rows // block_rows)  # which decides on splits: few tokens have the same
+    if block_rows == 48 and block_tokens == FEW_TOKENS:
+        block_rows = 32  # 48 leave room for four stages of weights: an H200 took twice as long
     if n_blocks < cluster and not few:
         cluster = 1
     config = StreamConfig(block_rows, block_tokens, 2, 2, cluster)
@@ -285,16 +287,14 @@ def default_stream_config(
     return found
 
 
-def _few_rows(n_rows: int, format: WeightFormat, block_tokens: int, n_processors: int) -> int:
-    """32 rows, or 16 if programs then have more equal work; with W12 and up to 16 tokens, 48 too.
-    With 32 tokens, 48 rows leave room for four stages of weights only: an H200 took twice as
-    long."""
+def _few_rows(n_rows: int, format: WeightFormat, n_processors: int) -> int:
+    """32 rows, or 48 (W12) or 16 if programs then have more equal work."""
 
     def share(rows: int) -> float:
         blocks = -(-n_rows // rows)
         return n_rows / rows / (-(-blocks // n_processors) * n_processors)
 
-    offered = (32, 48, 16) if format is W12 and block_tokens < FEW_TOKENS else (32, 16)
+    offered = (32, 48, 16) if format is W12 else (32, 16)
     return max(offered, key=lambda rows: share(rows) * (1.05 if rows == 32 else 1))
 
 
