@@ -36,6 +36,7 @@ from packhorse.device.autotune import predictor, tune
 from packhorse.device.strategy import Choice, Strategy
 from packhorse.gpu.models import PRESETS
 from packhorse.gpu.search import Search
+from packhorse.host import table as table_module
 from packhorse.kernels.stream_product import default_stream_config
 from packhorse.layout import W12
 
@@ -51,6 +52,8 @@ interpreted = pytest.mark.skipif(
 @pytest.fixture
 def run_form(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Run the command in this process, which has loaded PyTorch; gives its exit status."""
+    # A smoke run makes the host a device; other tests need what was there before.
+    monkeypatch.setattr(table_module, "is_on_device", table_module.is_on_device)
 
     def call(*words: object) -> int:
         monkeypatch.setattr(sys, "argv", ["gpu.py", *map(str, words)])
