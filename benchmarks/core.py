@@ -265,7 +265,8 @@ def build(
     Raises:
         subprocess.CalledProcessError: it does not compile; `stderr` says why.
     """
-    newest = max(path.stat().st_mtime for path in (source, *(ROOT / "csrc").rglob("*.hpp")))
+    headers = [*(ROOT / "csrc").rglob("*.hpp"), *(ROOT / "benchmarks" / "common").glob("*.hpp")]
+    newest = max(path.stat().st_mtime for path in (source, *headers))
     if not program.exists() or program.stat().st_mtime < newest:
         program.parent.mkdir(parents=True, exist_ok=True)
         command = [compiler, optimisation, *FLAGS, *more, str(source), "-o", str(program)]

@@ -18,7 +18,7 @@ from packhorse.device.cost import predict_plain
 from packhorse.device.shortage import forget_shortages
 from packhorse.device.strategy import INVARIANT_TOKENS, Choice, Strategy, bucket_of
 from packhorse.device.stream import is_ready, prepare, waits_for_capture
-from packhorse.device.stream_cost import expect_stream, stream_candidates
+from packhorse.device.stream_cost import measured_share, predict_stream, stream_candidates
 from packhorse.device.tune_cache import TUNE_CACHE, Entries, Key, Measured
 from packhorse.gpu.cuda_driver import DriverError
 from packhorse.gpu.detect import describe_device, identify
@@ -135,7 +135,7 @@ def _streamed(
     size = n_rows, n_columns, bucket, format
 
     def predicted(config: StreamConfig) -> float:
-        return expect_stream(*size, config, model)
+        return measured_share(format, config) * predict_stream(*size, config, model)
 
     config = min(stream_candidates(*size, model.n_processors), key=predicted)
     seconds = predicted(config)

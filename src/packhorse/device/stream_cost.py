@@ -5,7 +5,7 @@ The time is a launch, the arranging kernel if there is one, during which the fir
 fetched, and the turns of the busiest program. A turn takes a little more than the slowest of three
 things that go on at once: reading weights, moving weights and tokens from L2, and decoding and
 multiplying. The cycles of the last are simulated (`benchmarks/gpu/stream_simulations.py`). An H200
-took longer than that: `expect_stream` says by how much.
+took longer than that: `measured_share` says by how much.
 """
 
 import math
@@ -24,7 +24,7 @@ from packhorse.kernels.stream_product import (
 )
 from packhorse.layout import W11, W12, WeightFormat
 
-__all__ = ["expect_stream", "predict_stream", "stream_candidates"]
+__all__ = ["measured_share", "predict_stream", "stream_candidates"]
 
 _BF16_NBYTES = 2
 _WARP = 32
@@ -150,19 +150,11 @@ def predict_stream(
     return cycles / device.clock + partial + _GAP
 
 
-def expect_stream(
-    n_rows: int,
-    n_columns: int,
-    n_tokens: int,
-    format: WeightFormat,
-    config: StreamConfig,
-    device: DeviceModel,
-) -> float:
-    """Seconds that a product takes by what was measured: those of `predict_stream`, times a share
-    for the number of tokens. Arguments and results are those of `predict_stream`."""
+def measured_share(format: WeightFormat, config: StreamConfig) -> float:
+    """How many times as long as `predict_stream` says an H200 took for products with such a
+    division."""
     shares = _MEASURED[format.name]
-    share = shares.get(config.block_tokens, _MEASURED[W12.name][config.block_tokens])
-    return share * predict_stream(n_rows, n_columns, n_tokens, format, config, device)
+    return shares.get(config.block_tokens, _MEASURED[W12.name][config.block_tokens])
 
 
 def _together(*times: float) -> float:
