@@ -35,6 +35,7 @@ from packhorse.device.matrix_tuning import (
 )
 from packhorse.device.product_timer import ProductTimer
 from packhorse.device.strategy import BUCKETS, Choice, Strategy
+from packhorse.device.stream import is_ready
 from packhorse.device.tune_cache import Key, Measured
 from packhorse.gpu.detect import describe_device
 from packhorse.gpu.search import Search
@@ -53,6 +54,7 @@ __all__ = [
     "model",
     "profile",
     "repeat",
+    "rivals",
     "sanitize",
     "table",
     "tests",
@@ -158,11 +160,14 @@ def buckets_of(run: "Run", format: WeightFormat) -> list[int]:
 
 def products_to_tune(run: "Run") -> Iterator[Product]:
     """The products that tuning is likely to measure."""
+    streams = is_ready(device_of(run))
     for format, shape in itertools.product(WEIGHT_FORMATS.values(), shapes_of(run)):
         before = {} if run.again else before_of(run, shape, format)
         buckets = [n for n in buckets_of(run, format) if n not in before]
         if buckets:
-            yield from likely_products(shape, format, model_of(run), buckets, order_in(before))
+            yield from likely_products(
+                shape, format, model_of(run), buckets, order_in(before), streams
+            )
 
 
 def before_of(run: "Run", shape: Shape, format: WeightFormat) -> dict[int, Measured]:
@@ -240,7 +245,6 @@ def table(run: "Run") -> list[dict[str, Any]]:
             run.keep(rows)
             del weights, timer
             release(run)
-    rows += peer_rows(run)
     return rows
 
 
@@ -291,9 +295,10 @@ def table_row(
     }  # fmt: skip
 
 
-def peer_rows(run: "Run") -> list[dict[str, Any]]:
+def rivals(run: "Run") -> list[dict[str, Any]]:
     """Rivals, where they are installed; none in a smoke run."""
     rows = []
+    print_head("matrix", "tokens", "way", "decoding", "us", "TB/s", "bits a weight")
     for name in () if run.smoke else peers.PEERS:
         if run.is_late():
             break
@@ -305,8 +310,8 @@ def peer_rows(run: "Run") -> list[dict[str, Any]]:
             continue
         packed_nbytes = math.prod(peers.SHAPE) * row["bits"] / 8
         print_row(
-            row["shape"], "1", name, f"decoding {us(row['decoding'])} us, {row['bits']:.2f} bits",
-            us(row["seconds"]), f"{packed_nbytes / row['seconds'] / 1e12:.2f}", "", "", "",
+            row["shape"], "1", name, us(row["decoding"]), us(row["seconds"]),
+            f"{packed_nbytes / row['seconds'] / 1e12:.2f}", f"{row['bits']:.2f}",
         )  # fmt: skip
     return rows
 

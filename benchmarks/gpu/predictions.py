@@ -19,8 +19,9 @@ from benchmarks.gpu.kept_simulations import StreamRow, read_streams
 from packhorse.device.autotune import tune
 from packhorse.device.cost import predict_decode, predict_plain
 from packhorse.device.strategy import INVARIANT_TOKENS, bucket_of
-from packhorse.device.stream_cost import predict_stream, stream_candidates
+from packhorse.device.stream_cost import expect_stream
 from packhorse.gpu.models import PRESETS, DeviceModel
+from packhorse.kernels.stream_product import MAX_STREAM_TOKENS
 from packhorse.layout import W11, W12, WeightFormat
 
 __all__ = ["MODELS", "TOKENS", "Llama", "Shape", "document", "predict_row", "predict_step"]
@@ -130,12 +131,9 @@ def _predict_stream(
     n_rows: int, n_columns: int, n_tokens: int, format: WeightFormat, device: DeviceModel
 ) -> float:
     """Seconds by the kernels in CUDA C++; infinity for more tokens than they take."""
-    size = n_rows, n_columns, n_tokens, format
-    times = (
-        predict_stream(*size, config, device)
-        for config in stream_candidates(*size, device.n_processors)
-    )
-    return min(times, default=math.inf)
+    if n_tokens > MAX_STREAM_TOKENS:
+        return math.inf
+    return expect_stream(n_rows, n_columns, n_tokens, format, device)[1]
 
 
 def predict_step(model: Llama, n_tokens: int, device: DeviceModel = H200) -> dict[str, float]:
@@ -227,12 +225,9 @@ Written by `python benchmarks/gpu.py predict --write`; do not edit by hand.
 
 Formats and kernels are proven without a GPU: every bit and every sum in Triton's interpreter;
 instructions, registers and shared memory in the machine code of offline compilation. An H200
-has run most of it once ([decisions](decisions.md), section 42). Not measured yet are:
+has run all of it ([decisions](decisions.md), section 42). Not measured yet are:
 
-- what the autotuner finds; all measured products below ran untuned;
-- matrices of a larger model, and the larger ones of the smaller model, with W12 and W11;
-- DFloat11 and nvCOMP on the same card;
-- layers whose weights lie in memory of the host (`python benchmarks/gpu.py layers`);
+- what the autotuner finds for W11: its products below ran untuned, and those of W12 tuned;
 - any card but an H200.
 
 One command measures all of it on a machine with a GPU (PyTorch, Triton; no network). A call takes
@@ -342,6 +337,7 @@ def _measured() -> Iterator[str]:
         yield f"{kept['date']}, driver {kept['driver']}, {versions}."
         yield ""
         yield from _models_measured(kept["parts"].get("model", []))
+        yield from _rivals_measured(kept["parts"].get("rivals", []), kept["parts"].get("table", []))
         rows = kept["parts"].get("table", [])
         if isinstance(rows, dict):  # the rows that a part had before it failed
             rows = rows["rows"]
@@ -363,6 +359,24 @@ def _models_measured(rows: list[dict[str, Any]]) -> Iterator[str]:
         for row in rows
     )
     yield from _table(heads, cells)
+
+
+def _rivals_measured(rows: list[dict[str, Any]], own: list[dict[str, Any]]) -> Iterator[str]:
+    """Products of one token beside rivals, which decode the whole matrix first."""
+    found = [row for row in rows if "seconds" in row]
+    if not found:
+        return
+    yield "A product of one token beside rivals, which decode the matrix to memory, then multiply:"
+    yield ""
+    shape = found[0]["shape"]
+    ours = [row for row in own if row["shape"] == shape and row["n_tokens"] == 1]
+    heads = ["matrix", "way", "bits a weight", "us", "decoding alone, us"]
+    bits = {"BF16": "16", "W12": f"{W12.bits}", "W12 decoded first": f"{W12.bits}", "W11": "11.4"}
+    lines = [f"{shape} | {r['way']} | {bits[r['way']]} | {r['seconds'] * 1e6:.1f} |" for r in ours]
+    for row in found:
+        times = f"{row['seconds'] * 1e6:.1f} | {row['decoding'] * 1e6:.1f}"
+        lines.append(f"{shape} | {row['way']} | {row['bits']:.2f} | {times}")
+    yield from _table(heads, lines)
 
 
 def _measured_cells(row: dict[str, Any]) -> str:

@@ -24,7 +24,7 @@ from benchmarks.gpu.machine_code import Instruction, MachineCode
 from benchmarks.gpu.predictions import H200, MODELS, Shape
 from benchmarks.gpu.stream_paths import compile_stream, count, loops_of, walk, ways_of
 from packhorse.device.cost import EXCEPTION_RATES, predict_plain, processor_bandwidth
-from packhorse.device.stream_cost import predict_stream, stream_candidates
+from packhorse.device.stream_cost import clusters_at_once, expect_stream, predict_stream
 from packhorse.gpu.models import DeviceModel
 from packhorse.kernels.stream_product import (
     StreamConfig,
@@ -319,7 +319,7 @@ def simulate_stream(
             end of that kernel on.
     """
     plan = plan_stream(n_rows, n_columns, n_tokens, format, config)
-    clusters = min(plan.n_units, device.n_processors // config.cluster)
+    clusters = min(plan.n_units, clusters_at_once(config, device))
     busiest = -(-plan.n_units // clusters)
     share = busiest / (plan.n_units * config.cluster)
     memory = Memory(
@@ -370,9 +370,7 @@ def simulate_stream(
 
 def choose_stream(n_rows: int, n_columns: int, n_tokens: int, format: WeightFormat) -> StreamConfig:
     """The division that an H200 takes where nothing was tuned."""
-    size = n_rows, n_columns, n_tokens, format
-    candidates = stream_candidates(*size, H200.n_processors)
-    return min(candidates, key=lambda config: predict_stream(*size, config, H200))
+    return expect_stream(n_rows, n_columns, n_tokens, format, H200)[0]
 
 
 def stream_row(shape: Shape, n_tokens: int, format: WeightFormat = W12) -> StreamRow:

@@ -27,15 +27,35 @@ CUDA_BIN = Path("/usr/local/cuda/bin")
 TESTS = ("tests/device/test_gpu.py", "tests/kernels/test_weights.py")
 ARCHITECTURE = 90
 SANITIZED = ("256x1024x8", "136x1000x40")  # of which the second fills no block
-PROFILED = ("28672x4096x8", "4096x14336x8", "4096x4096x8")
+PROFILED = ("28672x4096x8", "4096x14336x8", "4096x4096x8", "4096x14336x32", "4096x14336x128")
 SMALL = ("24x70x3",)
-SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis_Tables", "SchedulerStats", "Occupancy")
+SECTIONS = (
+    "SpeedOfLight",
+    "MemoryWorkloadAnalysis_Tables",
+    "ComputeWorkloadAnalysis",
+    "SchedulerStats",
+    "WarpStateStats",
+    "Occupancy",
+)
 # The kernel in CUDA C++. A warp there copies tokens by cp.async, waits for them, meets its lanes,
 # and one lane arrives at an mbarrier. On an H200, racecheck of CUDA 13.0 took these copies and the
 # loads of the warps that wait at the mbarrier for races. `repeats.py` looks for real ones.
 _STREAM_KERNEL = "multiply+"
 # Parts of the names of ncu's metrics that are kept.
-METRICS = ("dram__throughput", "issue_active", "bank_conflicts", "warps_active", "gpu__time_dur")
+METRICS = (
+    "dram_throughput.avg.pct",
+    "dram__throughput.avg.pct",
+    "lts__throughput.avg.pct",
+    "l1tex__throughput.avg.pct_of_peak_sustained_elapsed",
+    "smsp__issue_active.avg.per_cycle",
+    "issue_stalled",
+    "pipe_alu.avg.pct_of_peak_sustained_active",
+    "pipe_tensor_op_hmma.avg.pct_of_peak_sustained_active",
+    "pipe_tensor_op_gmma.avg.pct_of_peak_sustained_active",
+    "bank_conflicts_pipe_lsu_mem_shared.sum",
+    "sm__warps_active.avg.pct",
+    "gpu__time_duration.avg",
+)
 
 
 def versions(run: "Run") -> list[dict[str, Any]]:
@@ -157,8 +177,8 @@ def _sanitized(name: str, done: "subprocess.CompletedProcess[str]") -> str:
 
 
 def profile(run: "Run") -> list[dict[str, Any]]:
-    """Profile three products of 8 tokens with ncu: throughput of memory, issue slots, conflicts of
-    shared memory, occupancy.
+    """Profile products with ncu: throughput of memory, issue slots, what warps wait for, conflicts
+    of shared memory, occupancy.
 
     Raises:
         WrongError: a product is wrong.

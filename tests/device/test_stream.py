@@ -3,6 +3,7 @@ happens where they do not run. The GPU is the emulator of PTX."""
 
 import ctypes
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -236,6 +237,37 @@ def test_errors_of_a_program_are_shown() -> None:
     needs_compiler()
     with pytest.raises(ValueError, match="nonsense"):
         nvrtc.compiler().compile("nonsense", ("--gpu-architecture=sm_90a",))
+
+
+def test_machine_code_is_kept_for_later_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs_compiler()
+    monkeypatch.setenv("PACKHORSE_CACHE_DIR", str(tmp_path))
+    source, options = 'extern "C" __global__ void f() {}', ("--gpu-architecture=sm_90a",)
+    code = nvrtc.compiler().compile_once(source, options)
+    assert code == nvrtc.compiler().compile(source, options)
+    (kept,) = (tmp_path / "kernels").iterdir()
+    with monkeypatch.context() as patch:  # nothing is compiled again
+        patch.setattr(nvrtc.Compiler, "compile", None)
+        assert nvrtc.compiler().compile_once(source, options) == code
+    whole = kept.read_bytes()
+    for damaged in (b"", whole[:-1], whole[:40] + b"x" + whole[41:]):
+        kept.write_bytes(damaged)
+        assert nvrtc.compiler().compile_once(source, options) == code
+        assert kept.read_bytes() == whole
+    nvrtc.compiler().compile_once(source, (*options, "-DA=1"))
+    assert len(list((tmp_path / "kernels").iterdir())) == 2
+
+
+def test_a_folder_that_cannot_be_written_costs_time_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs_compiler()
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("PACKHORSE_CACHE_DIR", str(tmp_path / "file"))
+    source, options = 'extern "C" __global__ void f() {}', ("--gpu-architecture=sm_90a",)
+    assert nvrtc.compiler().compile_once(source, options)
 
 
 class _Library:

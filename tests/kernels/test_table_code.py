@@ -85,8 +85,8 @@ def test_each_kernel_takes_few_instructions_and_spills_nothing(
 def test_dense_rows_are_loaded_16_bytes_at_a_time(counts: list[dict[str, Any]]) -> None:
     for row in counts:
         if "codes of 4 bits" in row["table"]:
-            # All whole planes, and the narrow one, unless a thread has but 8 bytes of it.
-            assert row["wide_loads"] == 3, row
+            # Whole rows from the host, and the planes of staged ones.
+            assert row["wide_loads"] >= 4, row
             assert row["byte_loads"] == 0, row
 
 

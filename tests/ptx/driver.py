@@ -120,7 +120,7 @@ class EmulatedDriver:
 
 
 class _PtxCompiler:
-    def compile(self, source: str, options: tuple[str, ...]) -> bytes:
+    def compile_once(self, source: str, options: tuple[str, ...]) -> bytes:
         return compiler().compile_to_ptx(source, options).encode()
 
 

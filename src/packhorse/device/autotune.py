@@ -100,8 +100,9 @@ def tune(
         buckets: numbers of tokens, of `BUCKETS`.
         order: a division; its order of sums is kept for up to 32 tokens. None to find one.
         search: limits of the search.
-        streams: whether the kernels with warps that fetch run on the GPU. Up to 32 tokens they are
-            then the only ones, so that all small batches add in the same order.
+        streams: whether the kernels with warps that fetch run on the GPU. Up to 32 tokens only
+            they are then measured, so that all small batches add in the same order; above, Triton's
+            are measured, too.
 
     Returns:
         The best choice for each bucket, and its seconds. A bucket is missing if nothing ran for it,
@@ -124,7 +125,7 @@ def tune(
             ways = [tuner.decoded(n)]
             if streams and n <= MAX_STREAM_TOKENS:
                 ways.append(tuner.stream(n, *size))
-            elif n <= MAX_FUSED_TOKENS:
+            if n <= MAX_FUSED_TOKENS:
                 ways.append(tuner.fused(n, None))
             found[n] = min((way for way in ways if way), key=lambda way: way.seconds, default=None)
     return {n: measured for n, measured in found.items() if measured is not None}

@@ -18,7 +18,7 @@ from packhorse.device.cost import predict_plain
 from packhorse.device.shortage import forget_shortages
 from packhorse.device.strategy import INVARIANT_TOKENS, Choice, Strategy, bucket_of
 from packhorse.device.stream import is_ready, prepare, waits_for_capture
-from packhorse.device.stream_cost import measured_share, predict_stream, stream_candidates
+from packhorse.device.stream_cost import expect_stream
 from packhorse.device.tune_cache import TUNE_CACHE, Entries, Key, Measured
 from packhorse.gpu.cuda_driver import DriverError
 from packhorse.gpu.detect import describe_device, identify
@@ -132,13 +132,7 @@ def _streamed(
     if bucket > MAX_STREAM_TOKENS or not is_ready(device):
         return other
     model = describe_device(device)
-    size = n_rows, n_columns, bucket, format
-
-    def predicted(config: StreamConfig) -> float:
-        return measured_share(format, config) * predict_stream(*size, config, model)
-
-    config = min(stream_candidates(*size, model.n_processors), key=predicted)
-    seconds = predicted(config)
+    config, seconds = expect_stream(n_rows, n_columns, bucket, format, model)
     if bucket > INVARIANT_TOKENS and seconds > other.seconds:
         return other
     if not prepare(config, format, device):

@@ -4,8 +4,8 @@ worth measuring. It needs no GPU.
 The time is a launch, the arranging kernel if there is one, during which the first weights are
 fetched, and the turns of the busiest program. A turn takes a little more than the slowest of three
 things that go on at once: reading weights, moving weights and tokens from L2, and decoding and
-multiplying. The cycles of the last are simulated (`benchmarks/gpu/stream_simulations.py`). An H200
-took longer than that: `measured_share` says by how much.
+multiplying. The cycles of the last are simulated (`benchmarks/gpu/stream_simulations.py`).
+`expect_stream` knows how far an H200 was from that.
 """
 
 import math
@@ -24,7 +24,7 @@ from packhorse.kernels.stream_product import (
 )
 from packhorse.layout import W11, W12, WeightFormat
 
-__all__ = ["measured_share", "predict_stream", "stream_candidates"]
+__all__ = ["clusters_at_once", "expect_stream", "predict_stream", "stream_candidates"]
 
 _BF16_NBYTES = 2
 _WARP = 32
@@ -64,12 +64,19 @@ _ARRANGING = (1500, 3.0)  # cycles of the first kernel: at all, and of a token o
 _ADDING = 0.8e-6  # of the kernel that adds parts, beside what it reads
 # Fitted to the simulation; cost.py has the same sum of powers.
 _SHARPNESS = 9
-# The time that an H200 took, relative to the predicted one, by tokens of a program: geometric means
-# of two or three matrices of a Llama of 8B, in benchmarks/results/gpu/nvidia-h200.json.
+# The share of multiprocessors that programs of a cluster reach, because a cluster never spans two
+# groups of multiprocessors, and groups differ in size: on an H200, 30 clusters of 4 ran at once.
+_REACHED = {1: 1.0, 2: 1.0, 4: 10 / 11}
+# The time that an H200 took, relative to the predicted one, by tokens and cluster of a program:
+# geometric means of the matrices of two Llamas, in benchmarks/results/gpu/nvidia-h200.json.
 _MEASURED = {
-    W12.name: {8: 1.15, 16: 1.18, 32: 1.59, 64: 1.40, 128: 1.64, 256: 1.38},
-    W11.name: {8: 1.52, 16: 1.67, 32: 1.63},
-}
+    W12.name: {
+        (8, 2): 1.00, (8, 4): 1.00, (16, 2): 1.02, (16, 4): 1.00, (32, 2): 1.12, (32, 4): 1.10,
+        (64, 1): 0.95, (64, 2): 1.08, (64, 4): 1.18, (128, 1): 1.03, (128, 2): 1.17,
+        (128, 4): 1.33, (256, 1): 0.85, (256, 2): 1.01, (256, 4): 1.19,
+    },
+    W11.name: {(8, 4): 1.25, (16, 4): 1.40, (32, 4): 1.20},
+}  # fmt: skip
 
 
 def predict_stream(
@@ -101,8 +108,7 @@ def predict_stream(
     counted = _CYCLES.get((config.block_rows, config.block_tokens))
     if counted is None:
         return math.inf
-    n_clusters = max(device.n_processors // config.cluster, 1)
-    rounds = -(-plan.n_units // n_clusters)
+    rounds = -(-plan.n_units // clusters_at_once(config, device))
     turns = -(-plan.n_turns // config.n_splits)  # of a unit
     share = rounds / (plan.n_units * config.cluster)  # of the memory, for the busiest program
 
@@ -150,11 +156,37 @@ def predict_stream(
     return cycles / device.clock + partial + _GAP
 
 
-def measured_share(format: WeightFormat, config: StreamConfig) -> float:
+def clusters_at_once(config: StreamConfig, device: DeviceModel) -> int:
+    """Clusters of programs that a GPU runs at once; at least 1."""
+    return max(int(device.n_processors * _REACHED[config.cluster]) // config.cluster, 1)
+
+
+def expect_stream(
+    n_rows: int, n_columns: int, n_tokens: int, format: WeightFormat, device: DeviceModel
+) -> tuple[StreamConfig, float]:
+    """The division that is expected to be the fastest, and its seconds: predicted, times the share
+    that an H200 took.
+
+    Args:
+        n_rows, n_columns, n_tokens, format, device: as for `predict_stream`; not more tokens than
+            the kernels take.
+    """
+    size = n_rows, n_columns, n_tokens, format
+
+    def expected(config: StreamConfig) -> float:
+        return _measured_share(format, config) * predict_stream(*size, config, device)
+
+    best = min(stream_candidates(*size, device.n_processors), key=expected)
+    return best, expected(best)
+
+
+def _measured_share(format: WeightFormat, config: StreamConfig) -> float:
     """How many times as long as `predict_stream` says an H200 took for products with such a
     division."""
+    at = config.block_tokens, config.cluster
+    few = config.block_tokens, 4  # W11 was measured with clusters of 4 only
     shares = _MEASURED[format.name]
-    return shares.get(config.block_tokens, _MEASURED[W12.name][config.block_tokens])
+    return shares.get(at) or shares.get(few) or _MEASURED[W12.name][at]
 
 
 def _together(*times: float) -> float:

@@ -21,13 +21,33 @@ from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.storage.atomic import atomic_file
 from packhorse.storage.strict_json import parse_json
 
-__all__ = ["CACHE_VARIABLE", "FigureCache", "Identity", "require", "require_keys"]
+__all__ = [
+    "CACHE_VARIABLE",
+    "FigureCache",
+    "Identity",
+    "cache_folder",
+    "require",
+    "require_keys",
+]
 
 CACHE_VARIABLE = "PACKHORSE_CACHE_DIR"
 _MAX_CACHE_NBYTES = 16 << 20
 
 _Key = TypeVar("_Key", bound=Hashable)
 _Value = TypeVar("_Value")
+
+
+def cache_folder(folder: str | os.PathLike[str] | None = None) -> Path:
+    """The folder of what is kept for later processes.
+
+    Args:
+        folder: one that the caller has chosen; by default the one that PACKHORSE_CACHE_DIR names,
+            or `packhorse` in XDG_CACHE_HOME, or in ~/.cache.
+    """
+    named = folder or os.environ.get(CACHE_VARIABLE)
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "packhorse"
 
 
 @dataclass(frozen=True)
@@ -90,16 +110,10 @@ class FigureCache(Generic[_Key, _Value]):
 
         Args:
             device: the GPU's name.
-            folder: by default the one that PACKHORSE_CACHE_DIR names, or `packhorse` in
-                XDG_CACHE_HOME, or in ~/.cache.
+            folder: the folder; None for `cache_folder()`.
         """
-        if folder is None:
-            folder = os.environ.get(CACHE_VARIABLE) or None
-        if folder is None:
-            home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-            folder = Path(home) / "packhorse"
         name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") or "gpu"
-        return Path(folder) / f"{self.stem}-{name[:80]}.json"
+        return cache_folder(folder) / f"{self.stem}-{name[:80]}.json"
 
     def load(self, path: Path, identity: Identity) -> dict[_Key, _Value]:
         """The entries of a file; none if there is no file. If the file cannot be used, warns and

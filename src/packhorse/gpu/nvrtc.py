@@ -1,20 +1,29 @@
 """Compiles CUDA C++ to machine code by NVRTC, NVIDIA's compiler as a library.
 
 The library comes with PyTorch for CUDA, or as the package `nvidia-cuda-nvrtc`. It needs no GPU.
+
+Compiling a kernel takes a second, so machine code is kept in the folder `kernels` of
+`cache_folder()`, where later processes find it. The name of a file is a hash of all that the code
+depends on; its first bytes are a hash of the others, so a damaged file is compiled again.
 """
 
 import ctypes
+import hashlib
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 from packhorse.errors import MissingBackendError
+from packhorse.gpu.figure_cache import cache_folder
+from packhorse.storage.atomic import atomic_file
 
 __all__ = ["Compiler", "compiler", "find_library"]
 
 _LEAST_VERSION = 12, 3  # the first that is tried with instructions of sm_90a that kernels use
 _NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
+_HASH_NBYTES = 32
 _REMEDY = "install it with: pip install nvidia-cuda-nvrtc"
 
 
@@ -45,6 +54,26 @@ class Compiler(NamedTuple):
             ValueError: the program has an error, which the message shows.
         """
         return self._compile(source, options, "CUBIN")
+
+    def compile_once(self, source: str, options: tuple[str, ...]) -> bytes:
+        """The same as `compile`, but from the folder of kept kernels if it is there; if not, it is
+        written there. A folder that cannot be written costs time only.
+
+        Raises:
+            ValueError: as `compile`.
+        """
+        named = hashlib.sha256(repr((self.version, options, source)).encode()).hexdigest()
+        path = cache_folder() / "kernels" / f"{named}.cubin"
+        with suppress(OSError):
+            kept = path.read_bytes()
+            if hashlib.sha256(kept[_HASH_NBYTES:]).digest() == kept[:_HASH_NBYTES]:
+                return kept[_HASH_NBYTES:]
+        code = self.compile(source, options)
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_file(path, force=True) as file:
+                file.write(hashlib.sha256(code).digest() + code)
+        return code
 
     def compile_to_ptx(self, source: str, options: tuple[str, ...]) -> str:
         """The same, but PTX, the text before machine code."""

@@ -1,6 +1,6 @@
 """Compiles, loads and launches the kernels of `packhorse.kernels.stream_product`.
 
-A division is compiled once in a process, which takes about a second, and loaded once to a device.
+A division is compiled once on a machine, which takes about a second, and loaded once in a process.
 Neither may happen while a CUDA graph is captured; `StreamKernels.get` refuses it.
 """
 
@@ -97,7 +97,7 @@ class StreamKernels:
             return
         if torch.cuda.is_current_stream_capturing():
             raise MissingBackendError(f"{config} is not loaded, and a CUDA graph is captured")
-        module = driver().load(compiler().compile(stream_source(), options))
+        module = driver().load(compiler().compile_once(stream_source(), options))
         plan = plan_stream(1, 1, 1, format, config)
         multiply = driver().kernel(module, "multiply", plan.n_threads, plan.shared_nbytes)
         n_clusters = multiply.n_resident(config.cluster, limits_of(self._device).n_processors)

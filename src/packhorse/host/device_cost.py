@@ -18,7 +18,7 @@ __all__ = ["GatherTime", "default_programs", "instructions_of", "predict_gather"
 _PACKET_NBYTES = 24
 _REQUEST_NBYTES = 128  # of a warp's request at most: a line
 _LINK_LATENCY = 1.3e-6  # seconds of a read of host memory (sgl-project/sglang, pull request 40278)
-_DEVICE_LATENCY = 0.8e-6  # of the loads of ids, and of marks; assumed
+_DEVICE_LATENCY = 0.8e-6  # of memory of the device, through which staged rows go; assumed
 _ISSUED = 0.7  # instructions of a scheduler in a cycle; assumed
 _SCHEDULERS, _WARP = 4, 32
 _WRITE_RATE = 45e9  # bytes a second that one multiprocessor writes; assumed to be what it reads
@@ -92,8 +92,8 @@ def predict_gather(
     decoding = numel * instructions_of(format) / issue
     written = block_rows * format.row_nbytes
     work = max(decoding, written / _WRITE_RATE)
-    # The next rows of a bitmap travel while the ones before them are decoded.
-    is_ahead = format.mode is TableMode.BITMAP
+    # The next rows travel while the ones before them are decoded.
+    is_ahead = format.mode in (TableMode.BITMAP, TableMode.DENSE)
     turn = max(_LINK_LATENCY, work) if is_ahead else _LINK_LATENCY + work
     turn += _DEVICE_LATENCY
     times = {

@@ -10,9 +10,11 @@ from triton import language as tl
 from packhorse.kernels.table_elements import (
     count_bits,
     element_of,
+    load_ids,
     load_number,
     load_rows,
     put_exceptions,
+    stage_rows,
     value_of,
 )
 
@@ -142,11 +144,11 @@ def gather_list_kernel(
                 stored, row_values, values_ptr, alive, start, capacity,
                 NBYTES, UNIT, HAS_ROW_VALUE, CODE_BITS, REST_BITS, SHIFT, BITS, WORD, BLOCK_ENTRIES,
             )  # fmt: skip
-        if HAS_EXCEPTIONS:
-            put_exceptions(
-                marks_ptr, ranks_ptr, starts_ptr, columns_ptr, elements_ptr,
-                ids, mask_rows, out, BLOCK_EXCEPTIONS,
-            )  # fmt: skip
+    if HAS_EXCEPTIONS:
+        put_exceptions(
+            marks_ptr, ranks_ptr, starts_ptr, columns_ptr, elements_ptr,
+            ids_ptr, out_ptr, n_ids, n_columns, BLOCK_ROWS, BLOCK_EXCEPTIONS,
+        )  # fmt: skip
 
 
 @triton.jit(
@@ -188,27 +190,26 @@ def gather_bitmap_kernel(
     TYPE: tl.constexpr = out_ptr.dtype.element_ty
     bits = tl.arange(0, 32)[None, None, :]
     if STAGED > 0:
+        # Rows are on their way while others are decoded, and their numbers before them.
         first = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        held = load_rows(rows_ptr, ids_ptr, first, n_ids, first_row, stride, STAGED)
+        ids = load_ids(ids_ptr, first, n_ids)
+        held = load_rows(rows_ptr, ids, first, n_ids, first_row, stride, STAGED)
+        ids = load_ids(ids_ptr, first + tl.num_programs(0) * BLOCK_ROWS, n_ids)
     for block in range(tl.program_id(0), tl.cdiv(n_ids, BLOCK_ROWS), tl.num_programs(0)):
         out_rows = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         mask_rows = out_rows < n_ids
-        ids = tl.load(ids_ptr + out_rows, mask=mask_rows, other=0)
-        row = rows_ptr + (ids - first_row) * stride
         out = out_ptr + out_rows.to(tl.int64) * n_columns
+        if STAGED > 0:
+            row = stage_rows(scratch_ptr, held, stride, BLOCK_ROWS, STAGED)
+            next_rows = out_rows + tl.num_programs(0) * BLOCK_ROWS
+            held = load_rows(rows_ptr, ids, next_rows, n_ids, first_row, stride, STAGED)
+            ids = load_ids(ids_ptr, next_rows + tl.num_programs(0) * BLOCK_ROWS, n_ids)
+        else:
+            ids = load_ids(ids_ptr, out_rows, n_ids)
+            row = rows_ptr + (ids - first_row) * stride
         row_values = tl.zeros((BLOCK_ROWS,), WORD)
         if HAS_ROW_VALUE:
             row_values = load_number(row, mask_rows, BITS // 8, BITS // 8, WORD)
-        if STAGED > 0:
-            # Elements one by one would be requests of a sector each, so rows travel as a whole, and
-            # are read again from device memory. The next ones travel meanwhile.
-            row = scratch_ptr + (tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)) * STAGED
-            tl.debug_barrier()
-            tl.store(row[:, None] + tl.arange(0, STAGED)[None, :], held)
-            tl.debug_barrier()
-            row = row.to(tl.pointer_type(tl.uint8))
-            following = out_rows + tl.num_programs(0) * BLOCK_ROWS
-            held = load_rows(rows_ptr, ids_ptr, following, n_ids, first_row, stride, STAGED)
         n_before = tl.zeros((BLOCK_ROWS,), tl.int32)
         for start in range(0, tl.cdiv(n_columns, 32), BLOCK_COLUMNS // 32):
             index = start + tl.arange(0, BLOCK_COLUMNS // 32)[None, :]
@@ -232,8 +233,8 @@ def gather_bitmap_kernel(
             other = tl.zeros(mask.shape, TYPE) + background.to(TYPE)
             chosen = tl.where(is_stored, element.to(TYPE), other)
             tl.store(out[:, None, None] + columns, chosen, mask=mask)
-        if HAS_EXCEPTIONS:
-            put_exceptions(
-                marks_ptr, ranks_ptr, starts_ptr, columns_ptr, elements_ptr,
-                ids, mask_rows, out, BLOCK_EXCEPTIONS,
-            )  # fmt: skip
+    if HAS_EXCEPTIONS:
+        put_exceptions(
+            marks_ptr, ranks_ptr, starts_ptr, columns_ptr, elements_ptr,
+            ids_ptr, out_ptr, n_ids, n_columns, BLOCK_ROWS, BLOCK_EXCEPTIONS,
+        )  # fmt: skip

@@ -4,7 +4,16 @@ odd places, and exceptions."""
 import triton
 from triton import language as tl
 
-__all__ = ["count_bits", "element_of", "load_number", "load_rows", "put_exceptions", "value_of"]
+__all__ = [
+    "count_bits",
+    "element_of",
+    "load_ids",
+    "load_number",
+    "load_rows",
+    "put_exceptions",
+    "stage_rows",
+    "value_of",
+]
 
 
 @triton.jit
@@ -23,30 +32,44 @@ def put_exceptions(
     starts_ptr,
     columns_ptr,
     elements_ptr,
-    ids,
-    mask_rows,
-    out,  # pointers to the first element of each output row
+    ids_ptr,
+    out_ptr,  # n_ids x n_columns
+    n_ids,
+    n_columns,
+    BLOCK_ROWS: tl.constexpr,
     BLOCK_EXCEPTIONS: tl.constexpr,
 ):
-    """Overwrites elements of rows with exceptions, which other threads of the program wrote."""
-    tl.debug_barrier()
-    place = (ids % 32).to(tl.uint32)
-    words = tl.load(marks_ptr + ids // 32, mask=mask_rows, other=0).to(tl.uint32, bitcast=True)
-    marked = mask_rows & (((words >> place) & 1) != 0)
-    below = words & ((tl.full(place.shape, 1, tl.uint32) << place) - 1)
-    ranks = tl.load(ranks_ptr + ids // 32, mask=marked, other=0).to(tl.uint32, bitcast=True)
-    rank = ranks.to(tl.int64) + count_bits(below).to(tl.int64)
-    starts = tl.load(starts_ptr + rank, mask=marked, other=0).to(tl.uint32, bitcast=True)
-    stops = tl.load(starts_ptr + rank + 1, mask=marked, other=0).to(tl.uint32, bitcast=True)
-    starts, stops = starts.to(tl.int64), stops.to(tl.int64)
-    counts = tl.where(marked, stops - starts, 0).to(tl.int32)
-    for start in range(0, tl.max(counts, 0), BLOCK_EXCEPTIONS):
-        number = start + tl.arange(0, BLOCK_EXCEPTIONS)[None, :]
-        mask = number < counts[:, None]
-        index = starts[:, None] + number
-        columns = tl.load(columns_ptr + index, mask=mask, other=0).to(tl.int32) & 0xFFFF
-        elements = tl.load(elements_ptr + index, mask=mask, other=0)
-        tl.store(out[:, None] + columns, elements, mask=mask)
+    """Overwrites elements with exceptions, in all rows that the program has written: block after
+    block of BLOCK_ROWS, as many as there are programs apart. Each look-up waits for the one before,
+    so this is done at the end, for hundreds of rows at once."""
+    ROWS: tl.constexpr = BLOCK_ROWS if BLOCK_ROWS > 512 else 512
+    tl.debug_barrier()  # other threads of the program have written the elements
+    numbers = tl.arange(0, ROWS)
+    n_programs = tl.num_programs(0)
+    n_blocks = tl.cdiv(n_ids, BLOCK_ROWS)
+    for block in range(tl.program_id(0), n_blocks, n_programs * (ROWS // BLOCK_ROWS)):
+        blocks = block + numbers // BLOCK_ROWS * n_programs
+        out_rows = blocks * BLOCK_ROWS + numbers % BLOCK_ROWS
+        mask_rows = out_rows < n_ids
+        ids = tl.load(ids_ptr + out_rows, mask=mask_rows, other=0)
+        out = out_ptr + out_rows.to(tl.int64) * n_columns
+        place = (ids % 32).to(tl.uint32)
+        words = tl.load(marks_ptr + ids // 32, mask=mask_rows, other=0).to(tl.uint32, bitcast=True)
+        marked = mask_rows & (((words >> place) & 1) != 0)
+        below = words & ((tl.full(place.shape, 1, tl.uint32) << place) - 1)
+        ranks = tl.load(ranks_ptr + ids // 32, mask=marked, other=0).to(tl.uint32, bitcast=True)
+        rank = ranks.to(tl.int64) + count_bits(below).to(tl.int64)
+        starts = tl.load(starts_ptr + rank, mask=marked, other=0).to(tl.uint32, bitcast=True)
+        stops = tl.load(starts_ptr + rank + 1, mask=marked, other=0).to(tl.uint32, bitcast=True)
+        starts, stops = starts.to(tl.int64), stops.to(tl.int64)
+        counts = tl.where(marked, stops - starts, 0).to(tl.int32)
+        for start in range(0, tl.max(counts, 0), BLOCK_EXCEPTIONS):
+            number = start + tl.arange(0, BLOCK_EXCEPTIONS)[None, :]
+            mask = number < counts[:, None]
+            index = starts[:, None] + number
+            columns = tl.load(columns_ptr + index, mask=mask, other=0).to(tl.int32) & 0xFFFF
+            elements = tl.load(elements_ptr + index, mask=mask, other=0)
+            tl.store(out[:, None] + columns, elements, mask=mask)
 
 
 @triton.jit
@@ -105,10 +128,30 @@ def load_number(at, mask, NBYTES: tl.constexpr, UNIT: tl.constexpr, WORD: tl.con
 
 
 @triton.jit
-def load_rows(rows_ptr, ids_ptr, out_rows, n_ids, first_row, stride, WORDS: tl.constexpr):
+def load_ids(ids_ptr, out_rows, n_ids):
+    """Numbers of rows; 0 behind the last one."""
+    return tl.load(ids_ptr + out_rows, mask=out_rows < n_ids, other=0)
+
+
+@triton.jit
+def load_rows(rows_ptr, ids, out_rows, n_ids, first_row, stride, WORDS: tl.constexpr):
     """Whole rows, as words of 4 bytes: wide loads, whatever lies where in a row."""
-    mask = out_rows < n_ids
-    ids = tl.load(ids_ptr + out_rows, mask=mask, other=0)
     row = (rows_ptr + (ids - first_row) * stride).to(tl.pointer_type(tl.uint32))
     place = tl.arange(0, WORDS)[None, :]
-    return tl.load(row[:, None] + place, mask=mask[:, None] & (place < stride // 4), other=0)
+    mask = (out_rows < n_ids)[:, None] & (place < stride // 4)
+    return tl.load(row[:, None] + place, mask=mask, other=0)
+
+
+@triton.jit
+def stage_rows(scratch_ptr, held, stride, BLOCK_ROWS: tl.constexpr, WORDS: tl.constexpr):
+    """Writes whole rows that have arrived to the program's part of the scratch memory, where each
+    thread finds each byte; returns pointers to the first bytes of rows.
+
+    Bytes of a plane, or elements one by one, would be requests of a sector or less each. A link
+    takes far fewer requests a second than memory of the device does, so rows travel as a whole."""
+    row = scratch_ptr + (tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)) * WORDS
+    place = tl.arange(0, WORDS)[None, :]
+    tl.debug_barrier()  # the rows before these have been read
+    tl.store(row[:, None] + place, held, mask=place < stride // 4)
+    tl.debug_barrier()
+    return row.to(tl.pointer_type(tl.uint8))

@@ -22,7 +22,13 @@ from triton import language as tl
 
 from packhorse.kernels.launch import ceil_div, device_of, require_tensor
 from packhorse.kernels.sparse_tables import gather_bitmap_kernel, gather_list_kernel
-from packhorse.kernels.table_elements import element_of, put_exceptions
+from packhorse.kernels.table_elements import (
+    element_of,
+    load_ids,
+    load_rows,
+    put_exceptions,
+    stage_rows,
+)
 from packhorse.kernels.triple_tables import gather_triples_kernel
 from packhorse.table_layout import TableFormat, TableMode
 
@@ -47,6 +53,7 @@ _N_WARPS = 16
 _TILE = 16384  # elements that a program decodes at once: 32 of a thread
 _LIST_ROWS = 32  # of a program at once
 _MAX_STAGED = 4096  # words of a bitmap row that travels as a whole
+_MAX_STAGED_TILE = 8192  # words of dense rows that a program waits for at once: 16 of a thread
 
 
 class TableTensors(NamedTuple):
@@ -103,6 +110,8 @@ def gather_dense_kernel(
     n_columns,
     stride,
     n_steps,  # ceil(n_columns / 8)
+    scratch_ptr,  # n_programs x BLOCK_ROWS x STAGED
+    STAGED: tl.constexpr,  # words of 4 bytes for a row, if rows travel as a whole; or 0
     N_WHOLE: tl.constexpr,
     NARROW: tl.constexpr,
     CODE_BITS: tl.constexpr,
@@ -117,11 +126,23 @@ def gather_dense_kernel(
 ):
     WORD: tl.constexpr = tl.uint64 if BITS == 64 else tl.uint32
     slices = tl.arange(0, 8)[None, :, None]
+    if STAGED > 0:
+        # Rows are on their way while others are decoded, and their numbers before them.
+        first_rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        ids = load_ids(ids_ptr, first_rows, n_ids)
+        held = load_rows(rows_ptr, ids, first_rows, n_ids, first_row, stride, STAGED)
+        ids = load_ids(ids_ptr, first_rows + tl.num_programs(0) * BLOCK_ROWS, n_ids)
     for block in range(tl.program_id(0), tl.cdiv(n_ids, BLOCK_ROWS), tl.num_programs(0)):
         out_rows = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         mask_rows = out_rows < n_ids
-        ids = tl.load(ids_ptr + out_rows, mask=mask_rows, other=0)
-        row = (rows_ptr + (ids - first_row) * stride)[:, None, None]
+        if STAGED > 0:
+            row = stage_rows(scratch_ptr, held, stride, BLOCK_ROWS, STAGED)[:, None, None]
+            next_rows = out_rows + tl.num_programs(0) * BLOCK_ROWS
+            held = load_rows(rows_ptr, ids, next_rows, n_ids, first_row, stride, STAGED)
+            ids = load_ids(ids_ptr, next_rows + tl.num_programs(0) * BLOCK_ROWS, n_ids)
+        else:
+            ids = load_ids(ids_ptr, out_rows, n_ids)
+            row = (rows_ptr + (ids - first_row) * stride)[:, None, None]
         out = out_ptr + out_rows.to(tl.int64) * n_columns
         narrow = row + N_WHOLE * n_columns
         for first in range(0, n_steps, BLOCK_STEPS):
@@ -152,11 +173,11 @@ def gather_dense_kernel(
             )
             element = element.to(out_ptr.dtype.element_ty)
             tl.store(out[:, None, None] + columns, element, mask=mask)
-        if HAS_EXCEPTIONS:
-            put_exceptions(
-                marks_ptr, ranks_ptr, starts_ptr, columns_ptr, elements_ptr,
-                ids, mask_rows, out, BLOCK_EXCEPTIONS,
-            )  # fmt: skip
+    if HAS_EXCEPTIONS:
+        put_exceptions(
+            marks_ptr, ranks_ptr, starts_ptr, columns_ptr, elements_ptr,
+            ids_ptr, out_ptr, n_ids, n_columns, BLOCK_ROWS, BLOCK_EXCEPTIONS,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["n_ids"], do_not_specialize_on_alignment=["ids_ptr"])
@@ -294,21 +315,26 @@ def _raw_kernel(format: TableFormat) -> TableKernel:
 
 def _dense_kernel(format: TableFormat) -> TableKernel:
     n_steps = ceil_div(format.n_columns, 8)
+    n_words = triton.next_power_of_2(ceil_div(format.stride, 4))
     constants = {
+        "STAGED": n_words if n_words <= _MAX_STAGED_TILE else 0,
         "N_WHOLE": format.plane_bits // 8,
         "NARROW": format.plane_bits % 8,
         "HAS_SIGN": int(format.has_sign),
     }
     numbers: tuple[int, ...] = format.n_columns, format.stride, n_steps
-    tile = _TILE // max(1, format.element_nbytes // 2)
     if format.has_triples:
-        block = min(triton.next_power_of_2(format.n_triples), 512)
-        # A larger tile spills registers.
-        constants |= {"BLOCK_ROWS": max(1, _TILE // (8 * block)), "BLOCK_TRIPLES": block}
-        return TableKernel(gather_triples_kernel, (*numbers, format.n_triples), constants)
-    block = min(triton.next_power_of_2(n_steps), 256)
-    constants |= {"BLOCK_ROWS": max(1, tile // (8 * block)), "BLOCK_STEPS": block}
-    return TableKernel(gather_dense_kernel, numbers, constants)
+        kernel, block = gather_triples_kernel, triton.next_power_of_2(format.n_triples)
+        numbers, tile = (*numbers, format.n_triples), _TILE  # a larger one spills registers
+        block = constants["BLOCK_TRIPLES"] = min(block, 512)
+    else:
+        kernel, block = gather_dense_kernel, triton.next_power_of_2(n_steps)
+        tile = _TILE // max(1, format.element_nbytes // 2)
+        block = constants["BLOCK_STEPS"] = min(block, 256)
+    block_rows = tile // (8 * block)
+    if constants["STAGED"]:
+        block_rows = min(block_rows, _MAX_STAGED_TILE // n_words)
+    return TableKernel(kernel, numbers, constants | {"BLOCK_ROWS": max(1, block_rows)})
 
 
 def _list_kernel(format: TableFormat) -> TableKernel:

@@ -9,7 +9,13 @@ each column that has bits in them: the cache of the multiprocessor has them then
 import triton
 from triton import language as tl
 
-from packhorse.kernels.table_elements import element_of, put_exceptions
+from packhorse.kernels.table_elements import (
+    element_of,
+    load_ids,
+    load_rows,
+    put_exceptions,
+    stage_rows,
+)
 
 __all__ = ["gather_triples_kernel"]
 
@@ -42,6 +48,8 @@ def gather_triples_kernel(
     stride,
     n_steps,  # ceil(n_columns / 8)
     n_triples,  # ceil(n_columns / 3)
+    scratch_ptr,  # n_programs x BLOCK_ROWS x STAGED
+    STAGED: tl.constexpr,  # words of 4 bytes for a row, if rows travel as a whole; or 0
     N_WHOLE: tl.constexpr,
     NARROW: tl.constexpr,
     CODE_BITS: tl.constexpr,
@@ -56,11 +64,23 @@ def gather_triples_kernel(
 ):
     WORD: tl.constexpr = tl.uint64 if BITS == 64 else tl.uint32
     thirds = tl.arange(0, 4)[None, :, None]
+    if STAGED > 0:
+        # Rows are on their way while others are decoded, and their numbers before them.
+        first_rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        ids = load_ids(ids_ptr, first_rows, n_ids)
+        held = load_rows(rows_ptr, ids, first_rows, n_ids, first_row, stride, STAGED)
+        ids = load_ids(ids_ptr, first_rows + tl.num_programs(0) * BLOCK_ROWS, n_ids)
     for block in range(tl.program_id(0), tl.cdiv(n_ids, BLOCK_ROWS), tl.num_programs(0)):
         out_rows = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         mask_rows = out_rows < n_ids
-        ids = tl.load(ids_ptr + out_rows, mask=mask_rows, other=0)
-        row = (rows_ptr + (ids - first_row) * stride)[:, None, None]
+        if STAGED > 0:
+            row = stage_rows(scratch_ptr, held, stride, BLOCK_ROWS, STAGED)[:, None, None]
+            next_rows = out_rows + tl.num_programs(0) * BLOCK_ROWS
+            held = load_rows(rows_ptr, ids, next_rows, n_ids, first_row, stride, STAGED)
+            ids = load_ids(ids_ptr, next_rows + tl.num_programs(0) * BLOCK_ROWS, n_ids)
+        else:
+            ids = load_ids(ids_ptr, out_rows, n_ids)
+            row = (rows_ptr + (ids - first_row) * stride)[:, None, None]
         out = out_ptr + out_rows.to(tl.int64) * n_columns
         narrow = row + N_WHOLE * n_columns
         triples = narrow + NARROW * n_steps
@@ -96,8 +116,8 @@ def gather_triples_kernel(
             )
             element = element.to(out_ptr.dtype.element_ty)
             tl.store(out[:, None, None] + columns, element, mask=mask)
-        if HAS_EXCEPTIONS:
-            put_exceptions(
-                marks_ptr, ranks_ptr, starts_ptr, columns_ptr, elements_ptr,
-                ids, mask_rows, out, BLOCK_EXCEPTIONS,
-            )  # fmt: skip
+    if HAS_EXCEPTIONS:
+        put_exceptions(
+            marks_ptr, ranks_ptr, starts_ptr, columns_ptr, elements_ptr,
+            ids_ptr, out_ptr, n_ids, n_columns, BLOCK_ROWS, BLOCK_EXCEPTIONS,
+        )  # fmt: skip
