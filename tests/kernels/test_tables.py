@@ -8,7 +8,7 @@ import triton
 from numpy.typing import NDArray
 from table_samples import dense_formats, named_tables, noise
 
-from packhorse.kernels.tables import TableTensors, gather_rows, upload_table
+from packhorse.kernels.tables import TableTensors, gather_rows, kernel_of, upload_table
 from packhorse.reference.tables import encode_table
 from packhorse.table_layout import TableFormat
 
@@ -65,6 +65,21 @@ def test_all_packed_sizes(bits: int) -> None:
 def test_one_program_does_the_work_of_many() -> None:
     check(*named_tables(100, 37)["BF16 exponents of 3 bits"], n_programs=1)
     check(*named_tables(100, 37)["list and indices, 32 bits"], n_programs=3)
+
+
+@pytest.mark.parametrize("n_columns", [12000, 24000])
+def test_rows_too_long_to_travel_as_a_whole(n_columns: int) -> None:
+    name = "BF16 exponents of 4 bits"
+    rows, format = named_tables(3, n_columns)[name]
+    staged = kernel_of(format, has_exceptions=True).constants["STAGED"]
+    assert staged == (8192 if n_columns == 12000 else 0)
+    check(rows, format, n_programs=2)
+
+
+def test_exceptions_of_more_rows_than_are_put_at_once() -> None:
+    rows, format = named_tables(1300, 37)["BF16 exponents of 3 bits"]
+    assert kernel_of(format, has_exceptions=True).constants["BLOCK_ROWS"] < 512
+    check(rows, format, n_programs=2)
 
 
 def test_no_ids_need_no_launch() -> None:
