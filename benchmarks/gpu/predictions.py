@@ -225,9 +225,11 @@ Written by `python benchmarks/gpu.py predict --write`; do not edit by hand.
 
 Formats and kernels are proven without a GPU: every bit and every sum in Triton's interpreter;
 instructions, registers and shared memory in the machine code of offline compilation. An H200
-has run all of it ([decisions](decisions.md), section 42). Not measured yet are:
+has run the rest ([decisions](decisions.md), section 42). Not measured yet are:
 
-- what the autotuner finds for W11: its products below ran untuned, and those of W12 tuned;
+- what the autotuner finds for W11, whose products below ran untuned, by clusters of 4; and for the
+  largest matrix with W12 and more than 64 tokens;
+- compute-sanitizer on the kernels that gather rows as they are now;
 - any card but an H200.
 
 One command measures all of it on a machine with a GPU (PyTorch, Triton; no network). A call takes
@@ -249,10 +251,11 @@ _PREDICTED = """## Predictions for an H200
 **Predictions**, by the model of time (`device/cost.py`): bytes at the 4.3 TB/s that copies reach on
 this card, instructions as counted in the machine code, tensor throughput, L2, what one
 multiprocessor can draw, and the start and end of programs. The tables above show what an H200 took
-beside it. `choose` multiplies predictions of the kernels in CUDA C++ by that share. Figures are
-microseconds for a product; in parentheses is the speed relative to BF16. W12 and W11 run as they
-are chosen where nothing was tuned: by Triton's kernels, and by those in CUDA C++, which Hopper
-takes with 1 to 256 tokens where NVRTC is there. The latter have a model of their own
+beside it. Predictions of the kernels in CUDA C++ are multiplied by the share that it took where a
+way is chosen, and in the tables of whole models below, but not in the table of these kernels alone.
+Figures are microseconds for a product; in parentheses is the speed relative to BF16. W12 and W11
+run as they are chosen where nothing was tuned: by Triton's kernels, and by those in CUDA C++, which
+Hopper takes with 1 to 256 tokens where NVRTC is there. The latter have a model of their own
 (`device/stream_cost.py`), whose cycles come from the simulation. BF16 is predicted by
 `device/cost.py`: the best of the tiles that cuBLAS may take, which read tokens from L2 again
 as ours do, but in pairs.
@@ -336,14 +339,20 @@ def _measured() -> Iterator[str]:
         versions = f"PyTorch {kept['torch']}, Triton {kept['triton']}"
         yield f"{kept['date']}, driver {kept['driver']}, {versions}."
         yield ""
-        yield from _models_measured(kept["parts"].get("model", []))
-        yield from _rivals_measured(kept["parts"].get("rivals", []), kept["parts"].get("table", []))
-        rows = kept["parts"].get("table", [])
-        if isinstance(rows, dict):  # the rows that a part had before it failed
-            rows = rows["rows"]
+        yield from (f"- {note}" for note in kept.get("notes", ()))
+        yield ""
+        yield from _models_measured(_rows_of(kept, "model"))
+        rows = _rows_of(kept, "table")
+        yield from _rivals_measured(_rows_of(kept, "rivals"), rows)
         if rows:
             heads = ["matrix", "tokens", "way", "us", "predicted", "times BF16"]
             yield from _table(heads, (_measured_cells(row) for row in rows))
+
+
+def _rows_of(kept: dict[str, Any], part: str) -> list[dict[str, Any]]:
+    """The rows of a part; those that it had before it failed, if it did."""
+    found: Any = kept["parts"].get(part, [])
+    return found["rows"] if isinstance(found, dict) else found
 
 
 def _models_measured(rows: list[dict[str, Any]]) -> Iterator[str]:

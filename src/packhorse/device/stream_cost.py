@@ -68,7 +68,9 @@ _SHARPNESS = 9
 # groups of multiprocessors, and groups differ in size: on an H200, 30 clusters of 4 ran at once.
 _REACHED = {1: 1.0, 2: 1.0, 4: 10 / 11}
 # The time that an H200 took, relative to the predicted one, by tokens and cluster of a program:
-# geometric means of the matrices of two Llamas, in benchmarks/results/gpu/nvidia-h200.json.
+# geometric means over matrices of two Llamas, tuned, and untuned ones before, which all had
+# clusters of 4 (docs/decisions.md, section 42). With 8 tokens and clusters of 4 it was 0.92; the
+# tuner, which measured both, mostly preferred clusters of 2.
 _MEASURED = {
     W12.name: {
         (8, 2): 1.00, (8, 4): 1.00, (16, 2): 1.02, (16, 4): 1.00, (32, 2): 1.12, (32, 4): 1.10,
@@ -184,7 +186,7 @@ def _measured_share(format: WeightFormat, config: StreamConfig) -> float:
     """How many times as long as `predict_stream` says an H200 took for products with such a
     division."""
     at = config.block_tokens, config.cluster
-    few = config.block_tokens, 4  # W11 was measured with clusters of 4 only
+    few = config.block_tokens, 4  # W11 was timed with clusters of 4 only
     shares = _MEASURED[format.name]
     return shares.get(at) or shares.get(few) or _MEASURED[W12.name][at]
 

@@ -4,11 +4,13 @@ The library comes with PyTorch for CUDA, or as the package `nvidia-cuda-nvrtc`. 
 
 Compiling a kernel takes a second, so machine code is kept in the folder `kernels` of
 `cache_folder()`, where later processes find it. The name of a file is a hash of all that the code
-depends on; its first bytes are a hash of the others, so a damaged file is compiled again.
+depends on, also of which file the compiler is; its first bytes are a hash of the others, so a
+damaged file is compiled again.
 """
 
 import ctypes
 import hashlib
+import os
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
@@ -62,14 +64,17 @@ class Compiler(NamedTuple):
         Raises:
             ValueError: as `compile`.
         """
-        named = hashlib.sha256(repr((self.version, options, source)).encode()).hexdigest()
+        depends_on = self.version, _identity(self.path), options, source
+        named = hashlib.sha256(repr(depends_on).encode()).hexdigest()
         path = cache_folder() / "kernels" / f"{named}.cubin"
+        if not path.is_absolute():  # nobody knows where home is
+            return self.compile(source, options)
         with suppress(OSError):
             kept = path.read_bytes()
             if hashlib.sha256(kept[_HASH_NBYTES:]).digest() == kept[:_HASH_NBYTES]:
                 return kept[_HASH_NBYTES:]
         code = self.compile(source, options)
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_file(path, force=True) as file:
                 file.write(hashlib.sha256(code).digest() + code)
@@ -107,6 +112,15 @@ class Compiler(NamedTuple):
         if result:
             self.library.nvrtcGetErrorString.restype = ctypes.c_char_p
             raise ValueError(f"NVRTC failed: {self.library.nvrtcGetErrorString(result).decode()}")
+
+
+@cache
+def _identity(path: str) -> tuple[int, int] | None:
+    """Size and time of a library; None if only the system knows where it is."""
+    with suppress(OSError):
+        found = os.stat(path)
+        return found.st_size, found.st_mtime_ns
+    return None
 
 
 @cache

@@ -270,7 +270,7 @@ def default_stream_config(
     )
     # Programs that share the tokens fetch fewer bytes, but wait for each other, and larger clusters
     # leave multiprocessors without work.
-    cluster = 4 if few and format is not W12 else 2  # tokens of W11 do not fit otherwise
+    cluster = 4 if few and format is not W12 else 2  # 32 tokens of W11 do not fit otherwise
     n_blocks = -(-n_rows // block_rows)  # which decides on splits: few tokens have the same
     if block_rows == 48 and block_tokens == FEW_TOKENS:
         block_rows = 32  # 48 leave room for four stages of weights: an H200 took twice as long

@@ -1,9 +1,10 @@
 """Gathers rows of packed tables (docs/format.md, section 14) on a GPU.
 
 The packed rows may lie in memory of the host that the GPU reads directly: each byte of a row is
-loaded once, and decoded in registers. A few programs go through all ids, because a link needs only
-some tens of KiB in flight: `n_programs` says how many, so that other work keeps the rest of the
-GPU. Exceptions and values are in device memory.
+loaded once. Dense rows, and bitmaps with elements, travel as a whole while the ones before them
+are decoded; they wait in scratch memory of the device, if they are not too long. A few programs go
+through all ids, because a link needs only some tens of KiB in flight: `n_programs` says how many,
+so that other work keeps the rest of the GPU. Exceptions and values are in device memory.
 
 A dense row is cut in 8 slices of columns, the same for all planes, so that one vector of a plane of
 1 bit, 2 of a plane of 2 bits and 4 of a plane of 4 bits serve the 8 vectors of columns.
@@ -51,6 +52,7 @@ DEFAULT_PROGRAMS = 16
 # Programs are so large that each has a multiprocessor of its own: then their number is a budget.
 _N_WARPS = 16
 _TILE = 16384  # elements that a program decodes at once: 32 of a thread
+_MAX_IDS = (1 << 31) - (1 << 24)  # so that numbers of rows behind the last one fit 32 bits
 _LIST_ROWS = 32  # of a program at once
 _MAX_STAGED = 4096  # words of a bitmap row that travels as a whole
 _MAX_STAGED_TILE = 8192  # words of dense rows that a program waits for at once: 16 of a thread
@@ -394,13 +396,16 @@ def gather_rows(
 
     Raises:
         TypeError: a tensor has another dtype.
-        ValueError: a tensor has another shape, is on another device, or is not contiguous.
+        ValueError: a tensor has another shape, is on another device, or is not contiguous; or there
+            are too many ids.
     """
     n, n_columns = len(ids), format.n_columns
     require_tensor(ids, "ids", torch.int64, (n,), tensors.device)
     require_tensor(out, "out", INTEGERS[format.element_bits], (n, n_columns), tensors.device)
     if n == 0:
         return
+    if n > _MAX_IDS:
+        raise ValueError(f"{n} ids are too many for one gather: give {_MAX_IDS} at most")
     kernel, numbers, constants = kernel_of(format, tensors.exception_columns.numel() > 0)
     arrays = (tensors.rows,) if format.mode is TableMode.RAW else _arrays_of(tensors, out)
     n_programs = min(n_programs or DEFAULT_PROGRAMS, ceil_div(n, constants["BLOCK_ROWS"]))
