@@ -174,8 +174,8 @@ inline bool map_units(const uint8_t* plane, std::size_t n, const CodeMap& map, u
     const uint8_t base = map.base, escape_code = map.escape_code;
     const uint32_t raw_bits = map.raw_bits;
     std::size_t done = 0;
-    bool escaped = false;
 #if PACKHORSE_X86
+    bool escaped = false;
     if (isa >= Isa::kAvx512)
         done = subtract_base_avx512(plane, n, raw_bits, base, escape_code, codes, escaped);
     if (done == n) return escaped;
