@@ -83,6 +83,8 @@ KINDS = {
     "fp16": Kind("model_fp16", 2, 17),
     "fp32": Kind("model_fp32", 4, 16),
     "fp8": Kind("fp8_e4m3", 1, 18),
+    "fp8_block": Kind("fp8_block", 1, 18),
+    "fp8_e5m2": Kind("fp8_e5m2", 1, 18),
 }
 SPLIT = 2  # of floats: exponents apart from mantissas
 MAX_CHUNK_NBYTES = 1 << 20  # at level max, for the tables of classes

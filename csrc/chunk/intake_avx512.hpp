@@ -45,7 +45,9 @@ PACKHORSE_AVX512 inline void split_blocks_hashed(const uint8_t* src, std::size_t
             }
             for (std::size_t p = 0; p < kUnitNbytes; ++p)
                 __builtin_prefetch(planes[p] + unit + kCopyAheadNbytes / kUnitNbytes, 1, 3);
-            if constexpr (kUnitNbytes == 2)
+            if constexpr (kUnitNbytes == 1)
+                _mm512_storeu_si512(planes[0] + unit, rotate_bytes_avx512(lines[0]));
+            else if constexpr (kUnitNbytes == 2)
                 split16_lines_avx512(lines, planes[0] + unit, planes[1] + unit);
             else
                 split32_lines_avx512<kFloat>(lines, unit, planes);
@@ -59,11 +61,13 @@ PACKHORSE_AVX512 inline void split_blocks_hashed(const uint8_t* src, std::size_t
 // Whether there are loops for such planes.
 inline bool has_hashed_split(const PlaneSpec& spec, Isa isa) {
     return isa >= Isa::kAvx512 &&
-           (spec.unit_nbytes == 4 || (spec.unit_nbytes == 2 && spec.rotation == 1));
+           (spec.unit_nbytes == 4 || (spec.unit_nbytes <= 2 && spec.rotation == 1));
 }
 
 inline void split_blocks_hashed_any(const uint8_t* src, std::size_t n_blocks, const PlaneSpec& spec,
                                     uint8_t* const* planes, Xxh3Accumulator& acc, uint8_t* last) {
+    if (spec.unit_nbytes == 1)
+        return split_blocks_hashed<1, true>(src, n_blocks, planes, acc, last);
     if (spec.unit_nbytes == 2)
         return split_blocks_hashed<2, true>(src, n_blocks, planes, acc, last);
     if (spec.rotation == 1) return split_blocks_hashed<4, true>(src, n_blocks, planes, acc, last);

@@ -1,4 +1,4 @@
-// Turns units of 16 and 32 bits into planes and back with AVX-512, 64 units at a time.
+// Turns units of 8, 16 and 32 bits into planes and back with AVX-512, 64 units at a time.
 #pragma once
 
 #include "common/dispatch.hpp"
@@ -8,6 +8,19 @@
 namespace packhorse {
 
 #if PACKHORSE_X86
+
+// 64 bytes, each rotated left by 1.
+PACKHORSE_AVX512 PACKHORSE_INLINE __m512i rotate_bytes_avx512(__m512i bytes) {
+    const __m512i one = _mm512_set1_epi8(0x01);
+    return _mm512_ternarylogic_epi64(one, _mm512_srli_epi16(bytes, 7),
+                                     _mm512_add_epi8(bytes, bytes), 0xCA);
+}
+
+PACKHORSE_AVX512 PACKHORSE_INLINE __m512i unrotate_bytes_avx512(__m512i bytes) {
+    const __m512i low = _mm512_set1_epi8(0x7F);
+    return _mm512_ternarylogic_epi64(low, _mm512_srli_epi16(bytes, 1), _mm512_slli_epi16(bytes, 7),
+                                     0xCA);
+}
 
 // 64 units of 16 bits, rotated by 1: two packs and two permutes for each pair of registers.
 PACKHORSE_AVX512 PACKHORSE_INLINE void split16_lines_avx512(const __m512i* lines, uint8_t* plane0,
@@ -123,6 +136,11 @@ PACKHORSE_AVX512 inline std::size_t split_blocks_avx512(const uint8_t* src, std:
                                                         const PlaneSpec& spec,
                                                         uint8_t* const* planes) {
     const std::size_t n_blocks = n / 64;
+    if (spec.unit_nbytes == 1 && spec.rotation == 1) {
+        for (std::size_t at = 0; at < 64 * n_blocks; at += 64)
+            _mm512_storeu_si512(planes[0] + at, rotate_bytes_avx512(_mm512_loadu_si512(src + at)));
+        return 64 * n_blocks;
+    }
     if (spec.unit_nbytes == 2 && spec.rotation == 1) {
         for (std::size_t b = 0; b < n_blocks; ++b)
             split16_block_avx512(src + 128 * b, planes[0] + 64 * b, planes[1] + 64 * b);
@@ -142,6 +160,12 @@ PACKHORSE_AVX512 inline std::size_t split_blocks_avx512(const uint8_t* src, std:
 PACKHORSE_AVX512 inline std::size_t merge_blocks_avx512(const uint8_t* const* planes, std::size_t n,
                                                         const PlaneSpec& spec, uint8_t* dst) {
     const std::size_t n_blocks = n / 64;
+    if (spec.unit_nbytes == 1 && spec.rotation == 1) {
+        for (std::size_t at = 0; at < 64 * n_blocks; at += 64)
+            _mm512_storeu_si512(dst + at,
+                                unrotate_bytes_avx512(_mm512_loadu_si512(planes[0] + at)));
+        return 64 * n_blocks;
+    }
     if (spec.unit_nbytes == 2 && spec.rotation == 1) {
         for (std::size_t b = 0; b < n_blocks; ++b)
             merge16_block_avx512(planes[0] + 64 * b, planes[1] + 64 * b, dst + 128 * b);

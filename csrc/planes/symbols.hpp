@@ -36,7 +36,6 @@ inline uint32_t used_bits(const uint8_t* plane, std::size_t n, uint32_t mask) {
 inline std::size_t write_raw_blocks(const uint8_t* plane, std::size_t n_blocks, uint32_t j,
                                     uint8_t* dst, Isa isa) {
 #if PACKHORSE_X86
-    if (isa >= Isa::kAvx512) return write_raw_blocks_avx512(plane, n_blocks, j, dst);
     if (isa >= Isa::kAvx2) return write_raw_blocks_avx2(plane, n_blocks, j, dst);
 #elif PACKHORSE_ARM
     if (isa >= Isa::kNeon) return write_raw_blocks_neon(plane, n_blocks, j, dst);
@@ -45,12 +44,31 @@ inline std::size_t write_raw_blocks(const uint8_t* plane, std::size_t n_blocks, 
     return write_raw_blocks_portable(plane, n_blocks, j, dst);
 }
 
+inline RawPlanes find_raw_planes(const RawBits& raw, const uint8_t* planes, std::size_t n) {
+    RawPlanes found;
+    found.planes = planes;
+    found.stride = bit_plane_nbytes(n);
+    for (uint32_t j = 0; j < raw.n_bits; ++j)
+        if (raw.mask >> j & 1) found.bits[found.n++] = static_cast<uint8_t>(j);
+    return found;
+}
+
 // Writes the raw bit planes of `n` bytes. Returns their end.
 inline uint8_t* write_raw_bits(const uint8_t* plane, std::size_t n, const RawBits& raw,
                                uint8_t* dst, Isa isa) {
+    const std::size_t all_blocks = n / 64;
+    bool has_blocks = false;
+#if PACKHORSE_X86
+    if (isa >= Isa::kAvx512) {
+        const RawPlanes planes = find_raw_planes(raw, dst, n);
+        write_raw_blocks_avx512(plane, all_blocks, planes.bits, planes.n, planes.stride, dst);
+        has_blocks = true;
+    }
+#endif
     for (uint32_t j = 0; j < raw.n_bits; ++j) {
         if ((raw.mask >> j & 1) == 0) continue;
-        const std::size_t done = write_raw_blocks(plane, n / 64, j, dst, isa);
+        const std::size_t done =
+            has_blocks ? all_blocks : write_raw_blocks(plane, all_blocks, j, dst, isa);
         if (n % 64 != 0) store(dst + 8 * done, raw_word_portable(plane + 64 * done, n % 64, j));
         dst += bit_plane_nbytes(n);
     }
@@ -72,15 +90,6 @@ inline bool symbols_fit(const uint8_t* symbols, std::size_t n, const RawBits& ra
     for (std::size_t i = 0; i < n; ++i)
         if (symbols[i] >> (8 - raw.n_bits) != 0) return false;
     return true;
-}
-
-inline RawPlanes find_raw_planes(const RawBits& raw, const uint8_t* planes, std::size_t n) {
-    RawPlanes found;
-    found.planes = planes;
-    found.stride = bit_plane_nbytes(n);
-    for (uint32_t j = 0; j < raw.n_bits; ++j)
-        if (raw.mask >> j & 1) found.bits[found.n++] = static_cast<uint8_t>(j);
-    return found;
 }
 
 // Adds the raw bits of `n` units from `first` on to their decoded symbols. `first` is a multiple of

@@ -8,13 +8,32 @@ namespace packhorse {
 
 #if PACKHORSE_X86
 
-PACKHORSE_AVX512 inline std::size_t write_raw_blocks_avx512(const uint8_t* plane,
-                                                            std::size_t n_blocks, uint32_t j,
-                                                            uint8_t* dst) {
-    const __m512i bit = _mm512_set1_epi8(static_cast<char>(1u << j));
-    for (std::size_t b = 0; b < n_blocks; ++b)
-        store(dst + 8 * b, _mm512_test_epi8_mask(_mm512_loadu_si512(plane + 64 * b), bit));
-    return n_blocks;
+// Writes the bits `from` of each byte, as words of 64 bits; the words of each next bit are `stride`
+// bytes behind those of the one before.
+template <uint32_t kBits>
+PACKHORSE_AVX512 inline void write_raw_words_avx512(const uint8_t* plane, std::size_t n_blocks,
+                                                    const uint8_t* from, std::size_t stride,
+                                                    uint8_t* dst) {
+    __m512i bits[kBits];
+    for (uint32_t w = 0; w < kBits; ++w)
+        bits[w] = _mm512_set1_epi8(static_cast<char>(1u << from[w]));
+    for (std::size_t b = 0; b < n_blocks; ++b) {
+        const __m512i bytes = _mm512_loadu_si512(plane + 64 * b);
+#pragma GCC unroll 4
+        for (uint32_t w = 0; w < kBits; ++w)
+            store(dst + w * stride + 8 * b,
+                  static_cast<uint64_t>(_mm512_test_epi8_mask(bytes, bits[w])));
+    }
+}
+
+// Writes `n` raw bits of each byte.
+inline void write_raw_blocks_avx512(const uint8_t* plane, std::size_t n_blocks, const uint8_t* from,
+                                    uint32_t n, std::size_t stride, uint8_t* dst) {
+    for (; n >= 4; n -= 4, from += 4, dst += 4 * stride)
+        write_raw_words_avx512<4>(plane, n_blocks, from, stride, dst);
+    if (n == 3) write_raw_words_avx512<3>(plane, n_blocks, from, stride, dst);
+    if (n == 2) write_raw_words_avx512<2>(plane, n_blocks, from, stride, dst);
+    if (n == 1) write_raw_words_avx512<1>(plane, n_blocks, from, stride, dst);
 }
 
 // Adds kWords raw bits to each byte. What is the same for all blocks stays in registers.

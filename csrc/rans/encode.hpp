@@ -164,15 +164,30 @@ inline void look_up_bytes(const uint8_t* bytes, std::size_t n, const uint8_t* ta
     for (; i < n; ++i) dst[i] = table[bytes[i]];
 }
 
-inline void map_units(const uint8_t* plane, std::size_t n, const CodeMap& map, uint8_t* codes,
+// Maps bytes to codes. Returns false if surely none of them is the escape.
+inline bool map_units(const uint8_t* plane, std::size_t n, const CodeMap& map, uint8_t* codes,
                       Isa isa) {
-    if (!map.consecutive) return look_up_bytes(plane, n, map.code_of, codes, isa);
+    if (!map.consecutive) {
+        look_up_bytes(plane, n, map.code_of, codes, isa);
+        return true;
+    }
     const uint8_t base = map.base, escape_code = map.escape_code;
     const uint32_t raw_bits = map.raw_bits;
+    std::size_t done = 0;
+#if PACKHORSE_X86
+    bool escaped = false;
+    if (isa >= Isa::kAvx512)
+        done = subtract_base_avx512(plane, n, raw_bits, base, escape_code, codes, escaped);
+    if (done == n) return escaped;
+#endif
+    const uint8_t* const rest = plane + done;
+    const std::size_t n_rest = n - done;
+    uint8_t* const dst = codes + done;
     vectorised(isa, [=]() PACKHORSE_VECTORISED {
-        if (raw_bits > 0) shift_bytes(plane, n, raw_bits, codes);
-        subtract_base(raw_bits > 0 ? codes : plane, n, base, escape_code, codes);
+        if (raw_bits > 0) shift_bytes(rest, n_rest, raw_bits, dst);
+        subtract_base(raw_bits > 0 ? dst : rest, n_rest, base, escape_code, dst);
     });
+    return true;
 }
 
 // The last of `n` bytes that equals `wanted`, or null. Only some C libraries have memrchr.
@@ -197,8 +212,8 @@ inline const uint8_t* find_last(const uint8_t* bytes, std::size_t n, uint8_t wan
 // one first. Returns the address of the first.
 inline uint8_t* map_codes(const uint8_t* plane, std::size_t n, const CodeMap& map, uint8_t* codes,
                           uint8_t* escapes, Isa isa) {
-    map_units(plane, n, map, codes, isa);
-    if (!map.has_escape) return escapes;
+    const bool escaped = map_units(plane, n, map, codes, isa);
+    if (!map.has_escape || !escaped) return escapes;
     const uint8_t* end = codes + n;
     while (const uint8_t* at =
                find_last(codes, static_cast<std::size_t>(end - codes), map.escape_code)) {

@@ -99,9 +99,13 @@ struct SpreadRegistersVbmi2 {
     }
 };
 
-// The states of 32 lanes.
+// The states of 128 lanes, and a code for each of them in the low bits of the elements.
 struct EncodeLanesVbmi2 {
-    __m512i lower, upper;
+    __m512i lower[4], upper[4];
+};
+
+struct EncodeCodesVbmi2 {
+    __m512i of[4];
 };
 
 // A float of 2^23 more than a number below 2^20, rounded down, has that number in its low bits.
@@ -113,44 +117,76 @@ PACKHORSE_AVX512_VBMI2 PACKHORSE_INLINE __m512i quotient_vbmi2(__m512i dividend,
         _mm512_set1_ps(0x1p23f), kTowardZero));
 }
 
-// Encodes one unit in each of 32 lanes. The low bits of the elements of `codes` are codes.
+// Writes the words of the lanes in `emit`, those of the last register first.
+PACKHORSE_AVX512_VBMI2 PACKHORSE_INLINE void emit_vbmi2(const __m512i* lower, const __mmask32* emit,
+                                                        uint8_t*& words) {
+    for (int k = 3; k >= 0; --k) {
+        const auto n_words = static_cast<uint32_t>(__builtin_popcount(emit[k]));
+        words -= 2 * static_cast<std::size_t>(n_words);
+        _mm512_mask_storeu_epi16(words, _bzhi_u32(~0u, n_words),
+                                 _mm512_maskz_compress_epi16(emit[k], lower[k]));
+    }
+}
+
+// Encodes one unit in each lane. All registers take each step together: a processor looks ahead by
+// some 64 vector instructions only, and there are more in the steps of one register.
 template <bool kWide, bool kLone>
-PACKHORSE_AVX512_VBMI2 PACKHORSE_INLINE void encode_lanes_vbmi2(
-    EncodeLanesVbmi2& lanes, __m512i codes, const SpreadRegistersVbmi2<kWide, kLone>& registers,
-    uint8_t*& words) {
-    const __m512i freq = registers.freq.look_up(codes);
-    // A state of freq * 2^20 or more emits a word.
-    const __mmask32 emit = _mm512_cmpge_epu16_mask(_mm512_srli_epi16(lanes.upper, 4), freq);
-    const auto n_words = static_cast<uint32_t>(__builtin_popcount(emit));
-    words -= 2 * static_cast<std::size_t>(n_words);
-    _mm512_mask_storeu_epi16(words, _bzhi_u32(~0u, n_words),
-                             _mm512_maskz_compress_epi16(emit, lanes.lower));
-    const __m512i lower = _mm512_mask_blend_epi16(emit, lanes.lower, lanes.upper);
-    const __m512i upper = _mm512_maskz_mov_epi16(~emit, lanes.upper);
+PACKHORSE_AVX512_VBMI2 PACKHORSE_INLINE void encode_round_vbmi2(
+    EncodeLanesVbmi2& lanes, const EncodeCodesVbmi2& codes,
+    const SpreadRegistersVbmi2<kWide, kLone>& registers, uint8_t*& words) {
+    const __m512i minus_one = _mm512_set1_epi16(-1);
+    __m512i freq[4], part_lower[4], part_upper[4], lower[4], upper[4];
+    __mmask32 emit[4];
+    for (int k = 0; k < 4; ++k) {
+        freq[k] = registers.freq.look_up(codes.of[k]);
+        // A state of freq * 2^20 or more emits a word.
+        emit[k] = _mm512_cmpge_epu16_mask(_mm512_srli_epi16(lanes.upper[k], 4), freq[k]);
+    }
+    for (int k = 0; k < 4; ++k) {
+        part_lower[k] = registers.reciprocal_lower.look_up(codes.of[k]);
+        part_upper[k] = registers.reciprocal_upper.look_up(codes.of[k]);
+    }
+    for (int k = 0; k < 4; ++k) {
+        lower[k] = _mm512_mask_blend_epi16(emit[k], lanes.lower[k], lanes.upper[k]);
+        upper[k] = _mm512_maskz_mov_epi16(~emit[k], lanes.upper[k]);
+    }
+    emit_vbmi2(lanes.lower, emit, words);
     // The quotient is exact or too small by one: two roundings towards zero take less than 3/16 off
     // it.
-    const __m512i part_lower = registers.reciprocal_lower.look_up(codes);
-    const __m512i part_upper = registers.reciprocal_upper.look_up(codes);
-    const __m512i first = quotient_vbmi2(_mm512_unpacklo_epi16(lower, upper),
-                                         _mm512_unpacklo_epi16(part_lower, part_upper));
-    const __m512i last = quotient_vbmi2(_mm512_unpackhi_epi16(lower, upper),
-                                        _mm512_unpackhi_epi16(part_lower, part_upper));
-    const __m512i short_quotient =
-        _mm512_permutex2var_epi16(first, _mm512_load_si512(kHalvesOrder.lower), last);
-    const __m512i top =
-        _mm512_permutex2var_epi16(first, _mm512_load_si512(kHalvesOrder.upper), last);
-    // The remainder is below 2 * freq, so its low half is enough.
-    const __m512i remainder = _mm512_sub_epi16(lower, _mm512_mullo_epi16(short_quotient, freq));
-    const __mmask32 low = _mm512_cmpge_epu16_mask(remainder, freq);
-    const __m512i position = _mm512_add_epi16(
-        registers.start.look_up(codes), _mm512_mask_sub_epi16(remainder, low, remainder, freq));
-    const __m512i minus_one = _mm512_set1_epi16(-1);
-    const __m512i quotient = _mm512_mask_sub_epi16(short_quotient, low, short_quotient, minus_one);
-    const __mmask32 carry = _mm512_mask_testn_epi16_mask(low, quotient, quotient);
-    lanes.upper =
-        _mm512_shldi_epi16(_mm512_mask_sub_epi16(top, carry, top, minus_one), quotient, kProbBits);
-    lanes.lower =
-        _mm512_add_epi16(_mm512_slli_epi16(quotient, kProbBits), registers.slots_of(position));
+    __m512i first[4], last[4], short_quotient[4], top[4], remainder[4], position[4], quotient[4];
+    for (int k = 0; k < 4; ++k) {
+        first[k] = quotient_vbmi2(_mm512_unpacklo_epi16(lower[k], upper[k]),
+                                  _mm512_unpacklo_epi16(part_lower[k], part_upper[k]));
+        last[k] = quotient_vbmi2(_mm512_unpackhi_epi16(lower[k], upper[k]),
+                                 _mm512_unpackhi_epi16(part_lower[k], part_upper[k]));
+    }
+    for (int k = 0; k < 4; ++k) {
+        short_quotient[k] =
+            _mm512_permutex2var_epi16(first[k], _mm512_load_si512(kHalvesOrder.lower), last[k]);
+        top[k] =
+            _mm512_permutex2var_epi16(first[k], _mm512_load_si512(kHalvesOrder.upper), last[k]);
+    }
+    __mmask32 low[4];
+    for (int k = 0; k < 4; ++k) {
+        // The remainder is below 2 * freq, so its low half is enough.
+        remainder[k] = _mm512_sub_epi16(lower[k], _mm512_mullo_epi16(short_quotient[k], freq[k]));
+        low[k] = _mm512_cmpge_epu16_mask(remainder[k], freq[k]);
+    }
+    for (int k = 0; k < 4; ++k) {
+        position[k] =
+            _mm512_add_epi16(registers.start.look_up(codes.of[k]),
+                             _mm512_mask_sub_epi16(remainder[k], low[k], remainder[k], freq[k]));
+        quotient[k] =
+            _mm512_mask_sub_epi16(short_quotient[k], low[k], short_quotient[k], minus_one);
+    }
+    for (int k = 0; k < 4; ++k) {
+        const __mmask32 carry = _mm512_mask_testn_epi16_mask(low[k], quotient[k], quotient[k]);
+        lanes.upper[k] = _mm512_shldi_epi16(_mm512_mask_sub_epi16(top[k], carry, top[k], minus_one),
+                                            quotient[k], kProbBits);
+    }
+    for (int k = 0; k < 4; ++k)
+        lanes.lower[k] = _mm512_add_epi16(_mm512_slli_epi16(quotient[k], kProbBits),
+                                          registers.slots_of(position[k]));
 }
 
 template <bool kWide, bool kLone>
@@ -163,13 +199,13 @@ PACKHORSE_AVX512_VBMI2 inline uint8_t* encode_rounds_spread_vbmi2(const uint8_t*
     Ahead ahead = shared_ahead;
     const __m512i even = _mm512_load_si512(kHalvesOrder.even);
     const __m512i odd = _mm512_load_si512(kHalvesOrder.odd);
-    EncodeLanesVbmi2 lanes[4];
+    EncodeLanesVbmi2 lanes;
 #pragma GCC unroll 4
     for (int k = 0; k < 4; ++k) {
         const __m512i first = _mm512_loadu_si512(states + 32 * k);
         const __m512i last = _mm512_loadu_si512(states + 32 * k + 16);
-        lanes[k] = {_mm512_permutex2var_epi16(first, even, last),
-                    _mm512_permutex2var_epi16(first, odd, last)};
+        lanes.lower[k] = _mm512_permutex2var_epi16(first, even, last);
+        lanes.upper[k] = _mm512_permutex2var_epi16(first, odd, last);
     }
     for (std::size_t r = n_rounds; r-- > 0;) {
         ahead.step();
@@ -178,21 +214,19 @@ PACKHORSE_AVX512_VBMI2 inline uint8_t* encode_rounds_spread_vbmi2(const uint8_t*
         const __m512i last = _mm512_loadu_si512(codes + kMaxLanes * r + 64);
         const __m512i lower = _mm512_permutex2var_epi16(first, even, last);
         const __m512i upper = _mm512_permutex2var_epi16(first, odd, last);
-        encode_lanes_vbmi2(lanes[3], _mm512_srli_epi16(upper, 8), registers, words);
-        encode_lanes_vbmi2(lanes[2], upper, registers, words);
-        encode_lanes_vbmi2(lanes[1], _mm512_srli_epi16(lower, 8), registers, words);
-        encode_lanes_vbmi2(lanes[0], lower, registers, words);
+        const EncodeCodesVbmi2 round{
+            {lower, _mm512_srli_epi16(lower, 8), upper, _mm512_srli_epi16(upper, 8)}};
+        encode_round_vbmi2(lanes, round, registers, words);
     }
 #pragma GCC unroll 4
     for (int k = 0; k < 4; ++k) {
+        const __m512i lower = lanes.lower[k], upper = lanes.upper[k];
         _mm512_storeu_si512(
             states + 32 * k,
-            _mm512_permutex2var_epi16(lanes[k].lower, _mm512_load_si512(kHalvesOrder.first),
-                                      lanes[k].upper));
+            _mm512_permutex2var_epi16(lower, _mm512_load_si512(kHalvesOrder.first), upper));
         _mm512_storeu_si512(
             states + 32 * k + 16,
-            _mm512_permutex2var_epi16(lanes[k].lower, _mm512_load_si512(kHalvesOrder.last),
-                                      lanes[k].upper));
+            _mm512_permutex2var_epi16(lower, _mm512_load_si512(kHalvesOrder.last), upper));
     }
     shared_ahead = ahead;
     return words;

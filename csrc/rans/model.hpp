@@ -207,36 +207,43 @@ inline std::size_t try_codes(const SymbolCounts& symbols, std::size_t raw_nbytes
 
 constexpr uint32_t kMostRawBitsTried = 4;
 
-// Finds the model that choose_model() completes. Streams of at most 31 symbols and an escape decode
-// fastest, and streams of at most 63 come next. So a larger alphabet must save 1 in 1024 bytes, or
-// 1 in 256 if its tables do not fit registers at all.
+// Streams of at most 31 symbols and an escape code and decode fastest, and streams of at most 63
+// come next. So a larger alphabet must save 1 in 512 bytes, or 1 in 256 if its tables do not fit
+// registers at all.
+constexpr std::size_t kWideSaves = 512;
+constexpr std::size_t kPlainSaves = 256;
+
+// Finds the model that choose_model() completes.
 inline std::size_t find_model(const SymbolCounts& bytes, std::size_t n, RansModel& model) {
     std::size_t best = try_codes(bytes, 0, n, kNarrowBuckets - 1, 0, model);
     if (best == ~std::size_t{0} || !model.has_escape() || model.n_symbols < kNarrowBuckets - 1)
         return best;
+    FoldedPlane folded[kMostRawBitsTried + 1];
+    for (uint32_t raw_bits = 0; raw_bits <= kMostRawBitsTried; ++raw_bits)
+        folded[raw_bits] = fold_plane(bytes, n, raw_bits);
     RansModel candidate;
-    const auto try_model = [&](const FoldedPlane& folded, uint32_t limit, uint32_t raw_bits,
-                               std::size_t must_save) {
-        if (folded.least_with(limit) + must_save >= best) return;
+    const auto try_model = [&](uint32_t limit, uint32_t raw_bits, std::size_t must_save) {
+        const FoldedPlane& plane = folded[raw_bits];
+        if (plane.least_with(limit) + must_save >= best) return false;
         const std::size_t nbytes =
-            try_codes(folded.symbols, folded.raw_nbytes, n, limit, raw_bits, candidate);
-        if (nbytes == ~std::size_t{0} || nbytes + must_save >= best) return;
+            try_codes(plane.symbols, plane.raw_nbytes, n, limit, raw_bits, candidate);
+        if (nbytes == ~std::size_t{0} || nbytes + must_save >= best) return false;
         best = nbytes;
         model = candidate;
+        return true;
     };
     // In a short plane the model is much of the stream, so the smallest models come first, and most
     // others need not be tried.
     constexpr std::size_t kShort = 4096;
-    for (uint32_t i = 1; i <= kMostRawBitsTried; ++i) {
-        const uint32_t raw_bits = n < kShort ? kMostRawBitsTried + 1 - i : i;
-        const FoldedPlane folded = fold_plane(bytes, n, raw_bits);
-        try_model(folded, kNarrowBuckets - 1, raw_bits, 0);
-        const std::size_t margin = model.n_codes <= kNarrowBuckets ? best / 1024 : 0;
-        try_model(folded, kWideBuckets - 1, raw_bits, margin);
+    for (uint32_t i = 1; i <= kMostRawBitsTried; ++i)
+        try_model(kNarrowBuckets - 1, n < kShort ? kMostRawBitsTried + 1 - i : i, 0);
+    std::size_t must_save = best / kWideSaves;
+    for (uint32_t i = 1; i <= kMostRawBitsTried + 1; ++i) {
+        const uint32_t raw_bits = i % (kMostRawBitsTried + 1);
+        if (folded[raw_bits].symbols.n < kNarrowBuckets) continue;
+        if (try_model(kWideBuckets - 1, raw_bits, must_save)) must_save = 0;
     }
-    const FoldedPlane whole = fold_plane(bytes, n, 0);
-    try_model(whole, kWideBuckets - 1, 0, model.n_codes <= kNarrowBuckets ? best / 1024 : 0);
-    try_model(whole, 256, 0, best / 256);
+    try_model(256, 0, best / kPlainSaves);
     return best;
 }
 

@@ -32,6 +32,29 @@ struct Table64Avx512 {
     }
 };
 
+// Maps consecutive symbols, 64 at a time: drops their raw bits and subtracts `base`. What is not
+// below `escape_code` then becomes that code. Sets `escaped` if there is any. Returns how many.
+PACKHORSE_AVX512 inline std::size_t subtract_base_avx512(const uint8_t* bytes, std::size_t n,
+                                                         uint32_t raw_bits, uint8_t base,
+                                                         uint8_t escape_code, uint8_t* codes,
+                                                         bool& escaped) {
+    const __m128i shift = _mm_cvtsi32_si128(static_cast<int>(raw_bits));
+    const __m512i kept = _mm512_set1_epi8(static_cast<char>(0xFF >> raw_bits));
+    const __m512i first = _mm512_set1_epi8(static_cast<char>(base));
+    const __m512i escape = _mm512_set1_epi8(static_cast<char>(escape_code));
+    __m512i greatest = _mm512_setzero_si512();
+    std::size_t i = 0;
+    for (; i + 64 <= n; i += 64) {
+        const __m512i symbols =
+            _mm512_and_si512(_mm512_srl_epi16(_mm512_loadu_si512(bytes + i), shift), kept);
+        const __m512i found = _mm512_min_epu8(_mm512_sub_epi8(symbols, first), escape);
+        greatest = _mm512_max_epu8(greatest, found);
+        _mm512_storeu_si512(codes + i, found);
+    }
+    escaped |= _mm512_cmpeq_epu8_mask(greatest, escape) != 0;
+    return i;
+}
+
 // Looks up bytes in a table of 256, 64 at a time. Returns how many.
 PACKHORSE_AVX512_VBMI2 inline std::size_t look_up_vbmi2(const uint8_t* bytes, std::size_t n,
                                                         const uint8_t* table, uint8_t* dst) {
