@@ -311,7 +311,10 @@ TARGETS: tuple[Target, ...] = (
     ),
     Target(
         "integers that repeat or rise",
-        ("token_ids_int64", "token_ids_u16", "token_ids_padded", "event_times", "graph_int64"),
+        (
+            *("token_ids_int64", "token_ids_u16", "token_ids_padded", "event_times"),
+            *("graph_pairs_int64", "graph_columns_int64"),
+        ),
         (Denser("planes+zstandard-3"), Denser("openzl", within=0.1), *_faster("openzl", 3, 1)),
     ),
     Target(

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from benchmarks.data import wordnet
 from benchmarks.data.vocabulary import Vocabulary
 
-__all__ = ["event_times", "graph", "packed_tokens", "padded_tokens"]
+__all__ = ["event_times", "graph_columns", "graph_pairs", "packed_tokens", "padded_tokens"]
 
 Tensors = dict[str, NDArray[Any]]
 
@@ -35,21 +35,30 @@ def padded_tokens(sequences: Sequence[NDArray[np.int64]], width: int, seed: int)
     return {"input_ids": rows}
 
 
-def graph() -> Tensors:
-    """WordNet as torch_geometric and scipy hold graphs: pairs sorted by their source, and sorted by
-    their target as column pointers and rows.
+def graph_pairs() -> Tensors:
+    """WordNet as torch_geometric holds graphs: pairs sorted by their source.
+
+    Raises:
+        FileNotFoundError: `make data` was not run.
+    """
+    source, target = edges = wordnet.load().edges
+    return {"edge_index": edges[:, np.lexsort((target, source))]}
+
+
+def graph_columns() -> Tensors:
+    """WordNet as scipy holds graphs: the pairs sorted by their target, as column pointers and rows.
+    This is a set of its own, because nearly all relations go both ways: a codec that takes all
+    tensors of a set as one array would find the rows among the pairs.
 
     Raises:
         FileNotFoundError: `make data` was not run.
     """
     found = wordnet.load()
     source, target = found.edges
-    order, by_target = np.lexsort((target, source)), np.lexsort((source, target))
     counts = np.bincount(target, minlength=len(found.labels))
     return {
-        "edge_index": found.edges[:, order],
         "indptr": np.concatenate([[0], np.cumsum(counts)]),
-        "indices": source[by_target],
+        "indices": source[np.lexsort((source, target))],
     }
 
 

@@ -403,7 +403,10 @@ _TRAINED = {
     "train_pv16": _of_run("pv16", "pure-bf16 AdamW's second moments"),
 }
 _FETCHED = {
-    "graph_int64": _Recipe("I64", integers.graph, "WordNet's relations as pairs, and by column"),
+    "graph_pairs_int64": _Recipe("I64", integers.graph_pairs, "WordNet's relations as pairs"),
+    "graph_columns_int64": _Recipe(
+        "I64", integers.graph_columns, "WordNet's relations as column pointers and rows"
+    ),
 }
 _RECIPES = _MADE | _FETCHED | _TRAINED
 TRAINING_NAMES = tuple(_TRAINED)

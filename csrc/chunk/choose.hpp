@@ -18,6 +18,7 @@ struct LevelSpec {
     bool entropy;                // rANS allowed
     uint32_t sample_units;       // units that a model is made from
     uint32_t min_saving_log;     // a plane is coded if that saves more than 1 part in 2^this
+    uint32_t alone_saving_log;   // the same for units that are one plane
     uint32_t lead_saving_log;    // the same for letting plane 0 lead plane 1
     uint32_t lead_sample_units;  // units that the classes of a led plane are made from
     uint32_t palette_raw_bits;   // raw bits tried for palettes
@@ -27,17 +28,17 @@ struct LevelSpec {
 constexpr LevelSpec level_spec(Level level) {
     switch (level) {
         case Level::kFast:
-            return {false, 4096, 5, 0, 0, 6, 5};
+            return {false, 4096, 5, 5, 0, 0, 6, 5};
         case Level::kDefault:
-            return {true, 16384, 5, 7, 65536, 0, 5};
+            return {true, 16384, 5, 6, 7, 65536, 0, 5};
         default:
-            return {true, ~0u, 10, 16, ~0u, 0, 63};
+            return {true, ~0u, 10, 10, 16, ~0u, 0, 63};
     }
 }
 
 // More lanes decode faster; fewer lanes cost less in a small plane (about a byte for each).
 constexpr uint32_t choose_lanes_log(std::size_t n) {
-    return n >= 8192 ? 7 : n >= 1024 ? 4 : 2;
+    return n >= 8192 ? kMaxLanesLog : n >= 1024 ? kShortLanesLog : kMinLanesLog;
 }
 
 struct PlaneChoice {
@@ -80,16 +81,17 @@ inline std::size_t look_at_plane(const uint8_t* plane, std::size_t n_there, std:
     return std::min(n, scale_cost(entropy_cost(histogram), histogram.total, n));
 }
 
-// Chooses a mode for a plane of `n` units. The caller gives `n_there` of them: all, or a sample.
-// Returns the estimated bytes, or `n` if storing the plane is best.
+// Chooses a mode for a plane of `n` units, one of `n_planes`. The caller gives `n_there` units:
+// all, or a sample. Returns the estimated bytes, or `n` if storing the plane is best.
 inline std::size_t choose_mode(const uint8_t* plane, std::size_t n_there, std::size_t n,
-                               Level level, PlaneChoice& choice) {
+                               uint32_t n_planes, Level level, PlaneChoice& choice) {
     choice.mode = Mode::kConstant;
     choice.look_nbytes = 0;
     if (is_constant(plane, n_there, 1)) return 1;
     choice.mode = Mode::kStored;
     const LevelSpec spec = level_spec(level);
-    const std::size_t worth = n - (n >> spec.min_saving_log);
+    const std::size_t worth =
+        n - (n >> (n_planes == 1 ? spec.alone_saving_log : spec.min_saving_log));
     Histogram histogram;
     const uint32_t sample_log = sample_log_for(n_there, spec.sample_units);
     uint32_t counted_log = ~0u;

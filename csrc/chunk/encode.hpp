@@ -258,7 +258,7 @@ inline void choose_modes(const uint8_t* const* planes, std::size_t n, std::size_
                          EncodeScratch& scratch, Isa isa) {
     std::size_t nbytes[kMaxPlanes];
     for (uint32_t p = 0; p < spec.n_planes; ++p)
-        nbytes[p] = choose_mode(planes[p], n, n, level, scratch.choices[p]);
+        nbytes[p] = choose_mode(planes[p], n, n, spec.n_planes, level, scratch.choices[p]);
     PlaneChoice& leading = scratch.choices[0];
     if (side.rows != nullptr && leading.mode != Mode::kConstant)
         try_prediction(planes[0], n, first, side, level, nbytes[0], scratch, isa);
@@ -275,7 +275,7 @@ inline bool is_stored_whole(const uint8_t* src, std::size_t n, const PlaneSpec& 
     if (spec.splits()) return false;
     if (item_nbytes(spec) > 1) return !is_constant(src, n, spec.unit_nbytes);
     PlaneChoice choice;
-    return choose_mode(src, n, n, level, choice) >= n;
+    return choose_mode(src, n, n, spec.n_planes, level, choice) >= n;
 }
 
 // Moves planes that were split into the output to their scratch memory.

@@ -64,6 +64,7 @@ constexpr uint32_t kMaxCodeBits = 4;
 constexpr uint32_t kMinLanesLog = 2;
 constexpr uint32_t kMaxLanesLog = 7;
 constexpr uint32_t kMaxLanes = 1u << kMaxLanesLog;
+constexpr uint32_t kShortLanesLog = 4;  // of streams too short for 128 lanes
 constexpr uint32_t kStateLowerBound = 1u << 16;
 constexpr std::size_t kModelOffset = 8;
 

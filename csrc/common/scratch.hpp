@@ -1,7 +1,7 @@
 // Scratch memory that outlives the call it was taken for.
 // New memory costs a page fault for every page, which takes about ten microseconds in a virtual
 // machine. So up to eight blocks that calls have used are kept for later calls. A block has room
-// for the differences of a chunk of 1.5 MiB; what a call does not touch of it takes no memory.
+// for the matches of a chunk of 2 MiB; what a call does not touch of it takes no memory.
 // Nothing here is locked, so a fork never finds a lock taken.
 #pragma once
 
@@ -41,7 +41,7 @@ class Scratch {
 
     uint8_t* get() const { return memory_.get(); }
 
-    static constexpr std::size_t kBlockNbytes = 13 << 20;
+    static constexpr std::size_t kBlockNbytes = 32 << 20;
 
   private:
     struct Free {

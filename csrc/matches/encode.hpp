@@ -51,9 +51,11 @@ class MatchMemory {
         nested.escapes = take(units);
         nested.words = take(2 * units + kPlaneSlack);
         nested.units = take(units);
-        const std::size_t n_planes = std::max<std::size_t>(number, kDistanceNbytes);
+        const std::size_t distances = round_up(n_matches, 64) + kPlaneSlack;
         for (uint32_t p = 0; p < kMaxPlanes; ++p)
-            nested.planes[p] = p < n_planes ? take(units) : nullptr;
+            nested.planes[p] = p < number            ? take(units)
+                               : p < kDistanceNbytes ? take(distances)
+                                                     : nullptr;
         nested.classes = level_ == Level::kMax ? take(units) : nullptr;
         nested.yielded = level_ == Level::kMax ? take(units) : nullptr;
         nested.sorted[0] = level_ == Level::kMax ? take(units) : nullptr;
@@ -100,14 +102,15 @@ inline std::size_t write_matches(const Unit* units, std::size_t n, Level level, 
     const NumberRule rule = choose_numbers(units, n, cost, isa);
     MatchMemory memory(n, rule.nbytes, level);
     memory.parts.counts = {};
-    const auto bits = static_cast<uint32_t>(cost >> kCostBits);
+    const auto literal = static_cast<uint32_t>(cost >> (kCostBits - kPriceBits));
+    const MatchPrices prices = match_prices(literal, rule.differences);
     with_integer(rule.nbytes, [&](auto zero) {
         using Number = decltype(zero);
         if constexpr (sizeof(Number) <= sizeof(Unit)) {
             auto* const numbers = reinterpret_cast<Number*>(memory.numbers);
             make_numbers(units, n, rule, numbers, isa);
             std::memset(numbers + n, 0, kMatchSlack);
-            find_matches(numbers, n, bits, level, memory.places, memory.parts);
+            find_matches(numbers, n, prices, level, memory.places, memory.parts);
         }
     });
     uint32_t descriptors[kMaxMatchDescriptors];

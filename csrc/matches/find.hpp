@@ -3,8 +3,9 @@
 // A table remembers the last places of each hash, newest first. At each number the longest run from
 // these places, and from the distance of the match before, is compared with what its numbers would
 // cost as literals. If there is none, a second table shows a place where a shorter run occurred.
-// Above level fast, a match waits for one that begins a number later and saves more. If nothing is
-// found for long, numbers are skipped. All arithmetic is in integers.
+// Above level fast, a match waits for one that begins a number later and saves more. The longer
+// nothing is found, the more numbers are skipped, and a match brings back half of them. All
+// arithmetic is in integers.
 #pragma once
 
 #include <bit>
@@ -15,6 +16,21 @@
 namespace packhorse {
 
 constexpr std::size_t kMatchSlack = 64;  // bytes behind numbers, which may be read
+
+// What parts cost, in 2^-kPriceBits bits.
+constexpr uint32_t kPriceBits = 4;
+struct MatchPrices {
+    uint32_t literal;
+    uint32_t match;   // run, length and distance, beside the digits of the distance
+    uint32_t repeat;  // the same if the distance is that of the match before
+};
+
+// Matches of differences are rare, and so they are long and far from each other.
+constexpr MatchPrices match_prices(uint32_t literal, bool differences) {
+    literal = std::max(literal, 1u);
+    return differences ? MatchPrices{literal, 12u << kPriceBits, 9u << kPriceBits}
+                       : MatchPrices{literal, 5u << kPriceBits, 3u << kPriceBits};
+}
 
 // Where the parts of a chunk go.
 struct MatchParts {
@@ -45,14 +61,15 @@ struct MatchSearch {
     uint32_t hash_log;
     bool is_lazy;
     bool has_short;
+    uint32_t skip_log;  // after so many failures (log2), only every second number is looked up
 
     constexpr std::size_t n_places() const { return std::size_t{n_ways} << hash_log; }
 };
 
 constexpr uint32_t kShortHashLog = 14;
-constexpr MatchSearch kFastSearch{1, 15, false, false};
-constexpr MatchSearch kDefaultSearch{2, 15, true, true};
-constexpr MatchSearch kMaxSearch{16, 14, true, true};
+constexpr MatchSearch kFastSearch{1, 15, false, false, 4};
+constexpr MatchSearch kDefaultSearch{2, 15, true, true, 4};
+constexpr MatchSearch kMaxSearch{16, 14, true, true, 8};
 
 // Places of both tables.
 constexpr std::size_t table_places(const MatchSearch& search) {
@@ -68,11 +85,10 @@ template <class Number, MatchSearch kSearch>
 class MatchFinder {
   public:
     // `places` has room for table_places(kSearch), and `numbers` kMatchSlack bytes behind.
-    // `number_bits`: what a literal costs.
-    MatchFinder(const Number* numbers, std::size_t n, uint32_t number_bits, uint32_t* places)
+    MatchFinder(const Number* numbers, std::size_t n, const MatchPrices& prices, uint32_t* places)
         : numbers_(numbers),
           n_(n),
-          number_bits_(std::max(number_bits, 1u)),
+          prices_(prices),
           places_(places),
           short_places_(places + kSearch.n_places()) {
         std::fill_n(places, table_places(kSearch), 0);
@@ -85,17 +101,17 @@ class MatchFinder {
         while (at < stop) {
             Match match = best_at(at, last);
             if (match.gain <= 0) {
-                at += 1 + (missed++ >> kSkipLog);
+                at += 1 + (missed++ >> kSearch.skip_log);
                 continue;
             }
             // A match of one number loses nothing: the next one may follow it.
             while (kSearch.is_lazy && match.length > 1 && at + 1 < stop) {
                 const Match later = best_at(at + 1, last);
-                if (later.gain <= match.gain + number_bits_) break;
+                if (later.gain <= match.gain + prices_.literal) break;
                 match = later;
                 ++at;
             }
-            missed = 0;
+            missed /= 2;
             put(parts, from, at, match, last);
             last = match.distance;
             from = at + match.length;
@@ -110,11 +126,8 @@ class MatchFinder {
   private:
     static constexpr std::size_t kHashed = hashed_numbers(sizeof(Number));
     static constexpr bool kHasShort = kSearch.has_short && kHashed > 1;
-    static constexpr uint32_t kSkipLog = 8;  // after so many failures, every second number
-    static constexpr std::size_t kLongMatch = 64;
-    // Bits that run, length and distance take beside the digits of the distance.
-    static constexpr int64_t kMatchBits = 5;
-    static constexpr int64_t kRepeatBits = 3;
+    // Of a longer match, only the last places are remembered.
+    static constexpr std::size_t kLongMatch = sizeof(Number) == 1 ? 8 : 64;
 
     struct Match {
         uint32_t distance = 0;
@@ -153,7 +166,14 @@ class MatchFinder {
         const auto* a = reinterpret_cast<const uint8_t*>(numbers_ + from);
         const auto* b = reinterpret_cast<const uint8_t*>(numbers_ + at);
         const std::size_t most = (n_ - at) * sizeof(Number);
-        for (std::size_t i = 0; i < most; i += 8) {
+        std::size_t i = 0;
+        for (; i + 32 <= most; i += 32) {
+            uint64_t differ = 0;
+            for (std::size_t j = i; j < i + 32; j += 8)
+                differ |= load<uint64_t>(a + j) ^ load<uint64_t>(b + j);
+            if (differ != 0) break;
+        }
+        for (; i < most; i += 8) {
             const uint64_t differ = load<uint64_t>(a + i) ^ load<uint64_t>(b + i);
             if (differ == 0) continue;
             const auto same = i + static_cast<std::size_t>(std::countr_zero(differ)) / 8;
@@ -162,12 +182,16 @@ class MatchFinder {
         return n_ - at;
     }
 
+    // Places are considered in ascending order of what their distance costs, so only a longer run
+    // is better.
     void consider(std::size_t from, std::size_t at, uint32_t last, Match& best) const {
+        if (numbers_[from + best.length] != numbers_[at + best.length]) return;
         const std::size_t length = length_of(from, at);
         if (length < least_match(sizeof(Number))) return;
         const auto distance = static_cast<uint32_t>(at - from);
-        const int64_t bits = distance == last ? kRepeatBits : kMatchBits + std::bit_width(distance);
-        const int64_t gain = static_cast<int64_t>(length * number_bits_) - bits;
+        const uint32_t digits = static_cast<uint32_t>(std::bit_width(distance)) << kPriceBits;
+        const int64_t price = distance == last ? prices_.repeat : prices_.match + digits;
+        const int64_t gain = static_cast<int64_t>(length * prices_.literal) - price;
         if (gain > best.gain) best = {distance, length, gain};
     }
 
@@ -209,20 +233,20 @@ class MatchFinder {
 
     const Number* numbers_;
     std::size_t n_;
-    uint32_t number_bits_;
+    MatchPrices prices_;
     uint32_t* places_;
     uint32_t* short_places_;
 };
 
 template <class Number>
-inline void find_matches(const Number* numbers, std::size_t n, uint32_t number_bits, Level level,
-                         uint32_t* places, MatchParts& parts) {
+inline void find_matches(const Number* numbers, std::size_t n, const MatchPrices& prices,
+                         Level level, uint32_t* places, MatchParts& parts) {
     if (level == Level::kFast)
-        MatchFinder<Number, kFastSearch>(numbers, n, number_bits, places).find(parts);
+        MatchFinder<Number, kFastSearch>(numbers, n, prices, places).find(parts);
     else if (level == Level::kDefault)
-        MatchFinder<Number, kDefaultSearch>(numbers, n, number_bits, places).find(parts);
+        MatchFinder<Number, kDefaultSearch>(numbers, n, prices, places).find(parts);
     else
-        MatchFinder<Number, kMaxSearch>(numbers, n, number_bits, places).find(parts);
+        MatchFinder<Number, kMaxSearch>(numbers, n, prices, places).find(parts);
 }
 
 }  // namespace packhorse

@@ -8,11 +8,11 @@
 // - AVX2, at most 32 codes: they are looked up by byte shuffles (rans/decode_parts_avx2.hpp);
 // - others, 128 lanes: one load a lane from a table of 4096 entries (16 KiB, in L1), with AVX-512,
 // AVX2 or the baseline (rans/decode_avx512.hpp, rans/decode_avx2.hpp, rans/decode_portable.hpp);
-// - fewer lanes: the same table, one lane at a time.
+// - fewer lanes: the same table, one lane at a time; with AVX-512, 16 lanes at once.
 //
 // Vector loops read whole registers of words. Near the end of the stream they run on a zero-padded
-// copy of its last bytes, so that nothing beyond the stream is read. There they check after every
-// round that they took no more words than there were.
+// copy of its last bytes, so that nothing beyond the stream is read. There they check after a round
+// or a few that they took no more words than there were.
 #pragma once
 
 #include "common/dispatch.hpp"
@@ -138,6 +138,9 @@ inline void decode_rounds(RansDecoder& decoder, std::size_t n_rounds, uint8_t* d
     if (isa >= Isa::kAvx512Vbmi2 && wide)
         return decode_rounds_vbmi2_any(decoder, n_rounds, dst, ahead);
     if (isa >= Isa::kAvx512 && wide) return decode_rounds_avx512_any(decoder, n_rounds, dst, ahead);
+    if (isa >= Isa::kAvx512 && decoder.lanes_log == kShortLanesLog)
+        return decode_rounds_short_avx512(decoder.states, decoder.table, n_rounds, decoder.words,
+                                          dst);
     if (isa >= Isa::kAvx2)
         return wide ? decode_rounds_avx2(decoder, n_rounds, dst, ahead)
                     : decode_rounds_scalar_avx2(decoder, n_rounds, dst);
@@ -165,14 +168,15 @@ inline Status decode_full_rounds(RansDecoder& decoder, std::size_t n_rounds, uin
     const std::size_t n_lanes = std::size_t{1} << decoder.lanes_log;
     while (n_rounds > 0) {
         const auto left = static_cast<std::size_t>(decoder.words_end - decoder.words);
-        std::size_t safe = 1;
-        if (!decoder.on_padded_copy) {
-            if (left < kWordsMargin) {
-                pad_words(decoder);
-                continue;
-            }
-            safe = (left - kVectorLoadNbytes) / (2 * n_lanes);
+        if (!decoder.on_padded_copy && left < kWordsMargin) {
+            pad_words(decoder);
+            continue;
         }
+        const std::size_t there =
+            decoder.on_padded_copy
+                ? static_cast<std::size_t>(std::end(decoder.padded) - decoder.words)
+                : left;
+        const std::size_t safe = (there - kVectorLoadNbytes) / (2 * n_lanes);
         const std::size_t run = safe < n_rounds ? safe : n_rounds;
         decode_rounds(decoder, run, dst, ahead, isa);
         if (decoder.words > decoder.words_end) return Status::kWordsExhausted;

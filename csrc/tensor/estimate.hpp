@@ -135,8 +135,8 @@ inline TensorEstimate estimate_tensor(const uint8_t* src, const Geometry& geomet
     std::size_t sum = 0;
     for (uint32_t p = 0; p < geometry.spec.n_planes; ++p) {
         PlaneChoice choice;
-        const std::size_t nbytes =
-            choose_mode(rows.get() + p * stride, n, std::max(n, chunk_units), level, choice);
+        const std::size_t nbytes = choose_mode(rows.get() + p * stride, n, std::max(n, chunk_units),
+                                               geometry.spec.n_planes, level, choice);
         estimates.push_back(
             {choice.mode, static_cast<std::size_t>(n_chunks * static_cast<double>(nbytes))});
         sum += estimates.back().nbytes;

@@ -85,6 +85,40 @@ def test_long_runs_and_lengths_take_several_bytes() -> None:
         assert frame.nbytes < 0.55 * units.nbytes
 
 
+@pytest.mark.parametrize("dtype", ["BOOL", "U16", "I32"])
+def test_runs_that_overlap_themselves_end_anywhere(dtype: str) -> None:
+    rng = np.random.default_rng(6)
+    unit_nbytes = DTYPE_BY_NAME[dtype].unit_nbytes
+    for distance, length in product(
+        (1, 2, 3, 31, 33, 64, 513), (1, 31, 33, 255, 257, 5000, 20_000)
+    ):
+        start = rng.integers(0, 256, max(distance, 5) * unit_nbytes).astype("u1").tobytes()
+        pattern = start[-distance * unit_nbytes :]
+        repeated = (pattern * (length // distance + 1))[: length * unit_nbytes]
+        for rest in (0, 1, 40):
+            data = start + repeated + rng.bytes(rest * unit_nbytes)
+            check(data, dtype, Level.DEFAULT)
+
+
+def test_masks_are_packed_by_matches() -> None:
+    valid = np.arange(512) < np.array([512, 500, 90, 512, 17])[:, None]
+    masks = np.tri(512, dtype=np.bool_)[None] & valid[:, None, :]
+    frame = check_tensor(masks.tobytes(), "BOOL")
+    assert set(frame.planes()[0].modes) == {Mode.MATCHES}
+    assert frame.nbytes < masks.nbytes / 300
+
+
+def test_edges_of_a_graph_are_packed_by_differences() -> None:
+    rng = np.random.default_rng(7)
+    source = np.sort(rng.integers(0, 30_000, 100_000))
+    near = np.where(rng.random(100_000) < 0.7, source + rng.integers(-40, 40, 100_000), source)
+    far = np.where(rng.random(100_000) < 0.2, rng.integers(0, 30_000, 100_000), near)
+    target = far[np.lexsort((far, source))]
+    frame = check_tensor(np.stack([source, target]).astype("<i8").tobytes(), "I64")
+    assert set(frame.planes()[0].modes) == {Mode.MATCHES}
+    assert frame.nbytes < 0.13 * 1_600_000
+
+
 @pytest.mark.parametrize(("kind", "dtype", "most"), [
     ("ids", "I64", 0.09), ("ids", "U16", 0.3), ("steps", "I64", 0.07), ("steps", "I32", 0.14)
 ])  # fmt: skip

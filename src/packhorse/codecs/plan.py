@@ -32,12 +32,17 @@ __all__ = ["Plan", "choose_plan"]
 _SAMPLE_EVERY_NBYTES = 4 << 20  # one run of 4096 units for each 4 MiB
 _MAX_SAMPLES = 16
 _PIECE_NBYTES = 1 << 17
+_LEAST_PIECE_NBYTES = 1 << 16  # of a short tensor, a trial takes less than its whole
 _MAX_PIECES = 3
+_PIECE_PART = 32  # a piece is at most this part of a tensor, ...
+_LONG_PIECE_PART = 48  # ... and a long one, which only says how good matches are, this part
 _VERY_REPETITIVE = 1 / 8  # at this share or less, pieces are as long as chunks
 _MIN_SAVING = 1 / 256  # a tensor that saves less is stored as it is, at copy speed
 _WHOLE_MUST_SAVE = 0.04  # of the planes' size, because matches and zstd are slower
 _FEW = 1 / 64  # at this share or less, zstd is faster than matches, ...
-_MATCHES_MUST_SAVE = 1 / 16  # ... which must save this share of its size
+_MATCHES_MUST_SAVE = 1 / 16  # ... which must save this share of its size; but bytes ...
+_BYTES_MAY_TAKE = 2  # ... decode faster by matches, which may take this many times its size
+_CLEARLY_LESS = 3 / 4  # matches that take this share of what zstd takes in one piece are better
 _REPETITIVE = 7 / 8  # a float's last plane that takes this share or less hints at repetition
 
 
@@ -153,34 +158,46 @@ def _estimate_whole(source: Source, level: Level) -> tuple[int, bool]:
     data, unit_nbytes = source.data, source.dtype.unit_nbytes
 
     def match_nbytes(piece: ByteArray) -> int:
-        if unit_nbytes == 1:  # zstd matches bytes as well, and faster
-            return int(piece.size)
         return _core.estimate_matches(piece, unit_nbytes, level)
 
     def zstd_nbytes(piece: ByteArray) -> int:
         return zstd.estimate_nbytes(piece, level)
 
-    by_zstd = _estimate_pieces(data, zstd_nbytes, _PIECE_NBYTES)
-    by_matches = _estimate_pieces(data, match_nbytes, _PIECE_NBYTES)
+    part = max(_LEAST_PIECE_NBYTES, min(_PIECE_NBYTES, data.size // _PIECE_PART // 8 * 8))
+    by_matches = data.size  # other bytes than masks are better with zstd
+    if unit_nbytes > 1:
+        by_matches = _estimate_pieces(data, match_nbytes, part)
+    by_zstd = _estimate_pieces(data, zstd_nbytes, part, most=1)
+    if by_matches >= by_zstd * _CLEARLY_LESS:
+        by_zstd = _estimate_pieces(data, zstd_nbytes, part)
     if min(by_zstd, by_matches) <= data.size * _FEW:  # both are fast there, and matches are long
         by_zstd = _estimate_pieces(data, zstd_nbytes, ZSTD_CHUNK_NBYTES)
         by_matches = _estimate_pieces(data, match_nbytes, ZSTD_CHUNK_NBYTES)
-        return min(by_zstd, by_matches), by_matches < by_zstd * (1 - _MATCHES_MUST_SAVE)
-    nbytes, estimate = by_zstd, zstd_nbytes
+        share = _BYTES_MAY_TAKE if unit_nbytes == 1 else 1 - _MATCHES_MUST_SAVE
+        matches = by_matches < by_zstd * share
+        return by_matches if matches else by_zstd, matches
     if by_matches < by_zstd:
-        nbytes, estimate = by_matches, match_nbytes
-    if nbytes <= data.size * _VERY_REPETITIVE:
-        nbytes = _estimate_pieces(data, estimate, ZSTD_CHUNK_NBYTES)
-    return nbytes, by_matches < by_zstd
+        long = min(ZSTD_CHUNK_NBYTES, data.size // _LONG_PIECE_PART // 8 * 8)
+        if long > part and by_matches <= data.size * _VERY_REPETITIVE:
+            by_matches = _estimate_pieces(data, match_nbytes, long)
+        return by_matches, True
+    if by_zstd <= data.size * _VERY_REPETITIVE:
+        by_zstd = _estimate_pieces(data, zstd_nbytes, ZSTD_CHUNK_NBYTES)
+    return by_zstd, False
 
 
 def _estimate_pieces(
-    data: ByteArray, estimate: Callable[[ByteArray], int], piece_nbytes: int
+    data: ByteArray,
+    estimate: Callable[[ByteArray], int],
+    piece_nbytes: int,
+    most: int = _MAX_PIECES,
 ) -> int:
-    """Estimates the bytes of a tensor from those of a few pieces."""
-    n_pieces = min(_MAX_PIECES, math.ceil(data.size / piece_nbytes))
+    """Estimates the bytes of a tensor from those of a few pieces: one in the middle, or several
+    from end to end."""
+    n_pieces = min(most, math.ceil(data.size / piece_nbytes))
     last = max(0, data.size - piece_nbytes)
-    starts = [i * last // max(1, n_pieces - 1) // 8 * 8 for i in range(n_pieces)]  # whole units
+    places = [1 / 2] if n_pieces == 1 else [i / (n_pieces - 1) for i in range(n_pieces)]
+    starts = [int(place * last) // 8 * 8 for place in places]  # whole units
     # Copies, because the library is not written for bytes that change while it reads them.
     pieces = [data[start : start + piece_nbytes].copy() for start in starts]
     packed = sum(estimate(piece) for piece in pieces)

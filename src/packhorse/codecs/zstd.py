@@ -1,4 +1,4 @@
-"""Zstandard for whole chunks (docs/format.md, mode 4): repetitive integers, ids, masks.
+"""Zstandard for whole chunks (docs/format.md, mode 4): repetitive bytes and integers.
 
 The zstandard package does the work and releases the GIL meanwhile. Each chunk is a Zstandard
 frame of its own that declares its content size, so that a decoder knows how much it will get before
