@@ -6,10 +6,13 @@
 
 #include <algorithm>
 #include <limits>
+#include <map>
 #include <optional>
 #include <vector>
 
 #include "bind/tensors.hpp"
+#include "bind/views.hpp"
+#include "frame/file_header.hpp"
 #include "frame/pack.hpp"
 #include "frame/unpack.hpp"
 
@@ -17,21 +20,36 @@ namespace packhorse {
 
 // A frame whose header was checked.
 struct OpenFrame {
-    Bytes data;
+    nb::object memory;  // what owns the bytes
+    const uint8_t* data = nullptr;
+    std::size_t nbytes = 0;
     FrameHeader header;
-    bool has_zstd;
-    bool stands_alone;
+    bool has_zstd = false;
+    bool stands_alone = false;
+
+    // Reads the header of the frame that the bytes are.
+    HeaderCheck open(std::size_t max_nbytes, Isa isa) {
+        const HeaderCheck check = read_header(data, nbytes, max_nbytes, header, isa);
+        if (check.fault != HeaderFault::kNone) return check;
+        has_zstd = packhorse::has_zstd(header);
+        stands_alone = packhorse::stands_alone(header);
+        return check;
+    }
 };
+
+constexpr Py_ssize_t ssize_of(std::size_t n) {
+    return static_cast<Py_ssize_t>(n);
+}
 
 inline nb::bytes to_bytes(const uint8_t* src, std::size_t n) {
     return nb::bytes(reinterpret_cast<const char*>(src), n);
 }
 
-inline nb::tuple shape_of(const FrameHeader& header) {
-    nb::object shape = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(header.shape.size())));
-    for (std::size_t d = 0; d < header.shape.size(); ++d)
+inline nb::tuple shape_of(const std::vector<uint64_t>& sizes) {
+    nb::object shape = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(sizes.size())));
+    for (std::size_t d = 0; d < sizes.size(); ++d)
         PyTuple_SetItem(shape.ptr(), static_cast<Py_ssize_t>(d),
-                        PyLong_FromUnsignedLongLong(header.shape[d]));
+                        PyLong_FromUnsignedLongLong(sizes[d]));
     return nb::borrow<nb::tuple>(shape);
 }
 
@@ -42,16 +60,47 @@ inline bool overlap(const uint8_t* a, std::size_t a_nbytes, const uint8_t* b,
 }
 
 // Returns an OpenFrame, or (fault, place, what was found, what would fit).
-inline nb::object open_frame(Bytes data, std::optional<std::size_t> max_nbytes) {
-    OpenFrame frame{std::move(data), {}, false, false};
-    const HeaderCheck check = read_header(
-        frame.data.data(), frame.data.size(),
-        max_nbytes.value_or(std::numeric_limits<std::size_t>::max()), frame.header, choose_isa());
+inline nb::object open_frame(nb::object memory, std::optional<std::size_t> max_nbytes) {
+    HeldBuffer buffer;
+    require(buffer.take(memory, PyBUF_SIMPLE), "a frame must be a buffer of bytes in C order");
+    OpenFrame frame;
+    frame.data = static_cast<const uint8_t*>(buffer.get().buf);
+    frame.nbytes = static_cast<std::size_t>(buffer.get().len);
+    frame.memory = std::move(memory);
+    const HeaderCheck check =
+        frame.open(max_nbytes.value_or(std::numeric_limits<std::size_t>::max()), choose_isa());
     if (check.fault != HeaderFault::kNone)
         return nb::make_tuple(static_cast<int>(check.fault), check.at, check.found, check.expected);
-    frame.has_zstd = has_zstd(frame.header);
-    frame.stands_alone = stands_alone(frame.header);
     return nb::cast(std::move(frame));
+}
+
+// Opens frames of one buffer, at these places, as far as they are frames of tensors of these dtypes
+// and shapes.
+inline nb::list open_frames(nb::object memory, const std::vector<std::size_t>& starts,
+                            const std::vector<std::size_t>& lengths,
+                            const std::vector<uint32_t>& codes,
+                            const std::vector<std::vector<uint64_t>>& shapes) {
+    const Isa isa = choose_isa();
+    const std::size_t n = starts.size();
+    require(lengths.size() == n && codes.size() == n && shapes.size() == n,
+            "each frame needs a length, a dtype and a shape");
+    HeldBuffer buffer;
+    require(buffer.take(memory, PyBUF_SIMPLE), "frames must be a buffer of bytes in C order");
+    const auto size = static_cast<std::size_t>(buffer.get().len);
+    nb::list frames;
+    for (std::size_t i = 0; i < n; ++i) {
+        require(starts[i] <= size && lengths[i] <= size - starts[i], "a frame lies elsewhere");
+        OpenFrame frame;
+        frame.data = static_cast<const uint8_t*>(buffer.get().buf) + starts[i];
+        frame.nbytes = lengths[i];
+        frame.memory = memory;
+        const HeaderCheck check = frame.open(std::numeric_limits<std::size_t>::max(), isa);
+        if (check.fault != HeaderFault::kNone || frame.header.dtype_code != codes[i] ||
+            frame.header.shape != shapes[i])
+            break;
+        frames.append(std::move(frame));
+    }
+    return frames;
 }
 
 // Unpacks frames that stand alone. Returns (status, frame, chunk) of the first fault.
@@ -68,9 +117,9 @@ inline std::tuple<int, std::size_t, std::size_t> unpack_frames(
         require(frame.stands_alone, "the frame has a base, side data or chunks of Zstandard");
         require(dsts[i].size() == frame.header.geometry.nbytes(),
                 "dst must be as long as the tensor");
-        require(!overlap(frame.data.data(), frame.data.size(), dsts[i].data(), dsts[i].size()),
+        require(!overlap(frame.data, frame.nbytes, dsts[i].data(), dsts[i].size()),
                 "dst and the frame share memory; decode elsewhere");
-        jobs.push_back({&frame.header, frame.data.data(), dsts[i].data()});
+        jobs.push_back({&frame.header, frame.data, dsts[i].data()});
         nbytes += dsts[i].size();
     }
     const ReleasedGil released(nbytes);
@@ -78,19 +127,93 @@ inline std::tuple<int, std::size_t, std::size_t> unpack_frames(
     return {static_cast<int>(fault.status), fault.job, fault.chunk};
 }
 
+// Unpacks frames that stand alone to tensors that are known and fit. Returns (status, frame, chunk)
+// of the first fault, and which frames are left to the caller.
+inline std::tuple<int, std::size_t, std::size_t, std::vector<std::size_t>> unpack_to_views(
+    const std::vector<const OpenFrame*>& frames, const Views& dsts, std::size_t threads) {
+    const Isa isa = choose_isa();
+    require(frames.size() == dsts.size(), "each frame needs memory for its tensor");
+    std::vector<UnpackJob> jobs;
+    std::vector<std::size_t> numbers, rest;
+    jobs.reserve(frames.size());
+    numbers.reserve(frames.size());
+    std::size_t nbytes = 0;
+    for (std::size_t i = 0; i < frames.size(); ++i) {
+        const OpenFrame& frame = *frames[i];
+        const View& dst = dsts[i];
+        const bool fits = dst.is_known && dst.is_writable &&
+                          dst.nbytes == frame.header.geometry.nbytes() &&
+                          !overlap(frame.data, frame.nbytes, dst.data, dst.nbytes);
+        if (!fits || !frame.stands_alone) {
+            rest.push_back(i);
+            continue;
+        }
+        jobs.push_back({&frame.header, frame.data, dst.data});
+        numbers.push_back(i);
+        nbytes += dst.nbytes;
+    }
+    const ReleasedGil released(nbytes);
+    const UnpackFault fault = unpack_many(jobs, true, threads, isa);
+    const std::size_t frame = fault.status == Status::kOk ? 0 : numbers[fault.job];
+    return {static_cast<int>(fault.status), frame, fault.chunk, std::move(rest)};
+}
+
+// Which tensors are not known to be writable memory for the tensors of frames.
+inline std::vector<std::size_t> misfits(const std::vector<const OpenFrame*>& frames,
+                                        const Views& dsts) {
+    require(frames.size() == dsts.size(), "each frame needs memory for its tensor");
+    std::vector<std::size_t> found;
+    for (std::size_t i = 0; i < frames.size(); ++i)
+        if (!dsts[i].is_known || !dsts[i].is_writable ||
+            dsts[i].code != frames[i]->header.dtype_code ||
+            dsts[i].shape != frames[i]->header.shape)
+            found.push_back(i);
+    return found;
+}
+
+// The forms (dtype, shape) of tensors, each once, and which one each tensor has.
+class FormList {
+  public:
+    void add(uint32_t code, const std::vector<uint64_t>& shape) {
+        const auto [at, is_new] = known_.try_emplace({code, shape}, known_.size());
+        if (is_new) forms_.append(nb::make_tuple(code, shape_of(shape)));
+        numbers_.push_back(at->second);
+    }
+    nb::tuple get() const { return nb::make_tuple(forms_, numbers_); }
+
+  private:
+    std::map<std::pair<uint32_t, std::vector<uint64_t>>, std::size_t> known_;
+    nb::list forms_;
+    std::vector<std::size_t> numbers_;
+};
+
+inline nb::tuple forms_of_frames(const std::vector<const OpenFrame*>& frames) {
+    FormList forms;
+    for (const OpenFrame* frame : frames) forms.add(frame->header.dtype_code, frame->header.shape);
+    return forms.get();
+}
+
+inline nb::tuple forms_of_views(const Views& views) {
+    FormList forms;
+    for (std::size_t i = 0; i < views.size(); ++i) forms.add(views[i].code, views[i].shape);
+    return forms.get();
+}
+
 // Whether memory to write to shares nothing with other such memory, nor with memory to read.
-inline bool are_apart(const std::vector<Bytes>& written, const std::vector<Bytes>& read) {
+inline bool are_apart(const std::vector<const Views*>& written,
+                      const std::vector<const Views*>& read) {
     struct Span {
         uintptr_t start, stop;
         bool is_written;
     };
     std::vector<Span> spans;
-    spans.reserve(written.size() + read.size());
-    const auto add = [&](const std::vector<Bytes>& all, bool is_written) {
-        for (const Bytes& bytes : all) {
-            const auto start = reinterpret_cast<uintptr_t>(bytes.data());
-            if (bytes.size() > 0) spans.push_back({start, start + bytes.size(), is_written});
-        }
+    const auto add = [&](const std::vector<const Views*>& lists, bool is_written) {
+        for (const Views* views : lists)
+            for (std::size_t i = 0; i < views->size(); ++i) {
+                const auto start = reinterpret_cast<uintptr_t>((*views)[i].data);
+                const std::size_t nbytes = (*views)[i].nbytes;
+                if (nbytes > 0) spans.push_back({start, start + nbytes, is_written});
+            }
     };
     add(written, true);
     add(read, false);
@@ -105,51 +228,176 @@ inline bool are_apart(const std::vector<Bytes>& written, const std::vector<Bytes
     return true;
 }
 
-inline PackJob checked_job(const Bytes& src, uint32_t code, const std::vector<uint64_t>& shape,
-                           const WritableBytes& dst) {
-    const DTypeRow* const dtype = dtype_row(code);
-    require(dtype != nullptr && dtype->is_float(), "only floats are packed without a plan");
-    require(shape.size() <= kMaxDims && !has_too_many_bits(shape, *dtype) &&
-                n_elements(shape) * dtype->bits / 8 == src.size(),
-            "src must be as long as dtype and shape say");
-    PackJob job{src.data(), code, shape,
-                cut_tensor(dtype->unit_nbytes, Split::kFloat, src.size(), kChunkNbytes),
-                dst.data()};
-    require(dst.size() >= job.frame_capacity(), "out is too small for a frame of the tensor");
-    require(!overlap(src.data(), src.size(), dst.data(), dst.size()),
-            "out and src share memory; it would be overwritten while it is read");
-    return job;
+// The memory of frames, for their tensors to be compared with other memory.
+inline Views views_of_frames(const std::vector<const OpenFrame*>& frames) {
+    Views views(frames.size());
+    for (std::size_t i = 0; i < frames.size(); ++i) {
+        views.at(i).data = const_cast<uint8_t*>(frames[i]->data);
+        views.at(i).nbytes = frames[i]->nbytes;
+        views.at(i).is_known = true;
+    }
+    return views;
 }
 
-// Packs tensors that need no plan. Returns the length of each frame; 0 if a tensor needs a plan.
-inline std::vector<std::size_t> pack_frames(const std::vector<Bytes>& srcs,
-                                            const std::vector<uint32_t>& codes,
-                                            const std::vector<std::vector<uint64_t>>& shapes,
-                                            const std::vector<WritableBytes>& outs,
-                                            int level_number, std::size_t threads) {
+// Memory for frames. Python's own bytes are cut to the length of the frame afterwards. Longer
+// frames get memory of NumPy, which asks for huge pages.
+constexpr std::size_t kMaxOwnNbytes = (std::size_t{1} << 22) - 1;
+
+// Packs known tensors of floats that need no plan, at a level below `max`. Their frames lie in
+// `outs`, or if there are none, in new memory: in bytes that are as long, or at the beginning of
+// what `room` returns for a length. Returns an OpenFrame for each tensor; None if it is another
+// one, or needs a plan.
+inline nb::list pack_views(const Views& srcs, const Views* outs, const nb::object& room,
+                           int level_number, std::size_t threads) {
     const Isa isa = choose_isa();
     const Level level = checked_level(level_number);
-    require(
-        codes.size() == srcs.size() && shapes.size() == srcs.size() && outs.size() == srcs.size(),
-        "each tensor needs a dtype, a shape and memory");
+    require(outs == nullptr || outs->size() == srcs.size(), "each tensor needs memory");
     std::vector<PackJob> jobs;
-    jobs.reserve(srcs.size());
+    std::vector<std::size_t> numbers;
+    std::vector<nb::object> memory;
     std::size_t nbytes = 0;
     for (std::size_t i = 0; i < srcs.size(); ++i) {
-        jobs.push_back(checked_job(srcs[i], codes[i], shapes[i], outs[i]));
-        nbytes += srcs[i].size();
+        const View& src = srcs[i];
+        const DTypeRow* const dtype = dtype_row(src.code);
+        if (!src.is_known || dtype == nullptr || !dtype->is_float()) continue;
+        PackJob job{src.data, src.code, src.shape,
+                    cut_tensor(dtype->unit_nbytes, Split::kFloat, src.nbytes, kChunkNbytes),
+                    nullptr};
+        const std::size_t capacity = job.frame_capacity();
+        if (outs != nullptr) {
+            const View& out = (*outs)[i];
+            require(out.is_known && out.is_writable && out.nbytes >= capacity,
+                    "out is too small for a frame of the tensor");
+            require(!overlap(src.data, src.nbytes, out.data, out.nbytes),
+                    "out and src share memory; it would be overwritten while it is read");
+            job.dst = out.data;
+        } else if (capacity <= kMaxOwnNbytes) {
+            memory.push_back(nb::steal(PyBytes_FromStringAndSize(nullptr, ssize_of(capacity))));
+            if (!memory.back().is_valid()) throw nb::python_error();
+            job.dst = reinterpret_cast<uint8_t*>(PyBytes_AsString(memory.back().ptr()));
+        } else {
+            memory.push_back(room(capacity));
+            HeldBuffer buffer;
+            require(buffer.take(memory.back(), PyBUF_SIMPLE | PyBUF_WRITABLE) &&
+                        static_cast<std::size_t>(buffer.get().len) >= capacity,
+                    "out is too small for a frame of the tensor");
+            job.dst = static_cast<uint8_t*>(buffer.get().buf);
+        }
+        nbytes += src.nbytes;
+        jobs.push_back(std::move(job));
+        numbers.push_back(i);
     }
     {
         const ReleasedGil released(nbytes);
         pack_many(jobs, level, threads, isa);
     }
-    std::vector<std::size_t> lengths;
-    lengths.reserve(jobs.size());
-    for (const PackJob& job : jobs) lengths.push_back(job.frame_nbytes);
-    return lengths;
+    nb::list frames;
+    for (std::size_t i = 0, k = 0; i < srcs.size(); ++i) {
+        const bool is_packed = k < numbers.size() && numbers[k] == i;
+        const std::size_t job = is_packed ? k++ : 0;
+        if (!is_packed || jobs[job].frame_nbytes == 0) {
+            frames.append(nb::none());
+            continue;
+        }
+        OpenFrame frame;
+        frame.nbytes = jobs[job].frame_nbytes;
+        frame.data = jobs[job].dst;
+        frame.memory = nb::none();
+        if (outs == nullptr) {
+            if (PyBytes_Check(memory[job].ptr())) {
+                PyObject* cut = memory[job].release().ptr();
+                if (_PyBytes_Resize(&cut, ssize_of(frame.nbytes)) != 0) throw nb::python_error();
+                memory[job] = nb::steal(cut);
+                frame.data = reinterpret_cast<const uint8_t*>(PyBytes_AsString(cut));
+            }
+            frame.memory = std::move(memory[job]);
+        }
+        const HeaderCheck check = frame.open(std::numeric_limits<std::size_t>::max(), isa);
+        require(check.fault == HeaderFault::kNone, "the memory of a frame was written to");
+        frames.append(std::move(frame));
+    }
+    return frames;
 }
 
-// Whether pack_frames() packs a tensor.
+// Moves short frames, which lie one after another in `memory`, each in a room of its own, so that
+// they follow those before them. Returns what they have become: pieces (start, stop) of `memory`.
+inline std::vector<std::pair<std::size_t, std::size_t>> close_gaps(
+    WritableBytes memory, const std::vector<std::size_t>& rooms,
+    const std::vector<std::size_t>& lengths, std::size_t max_moved_nbytes) {
+    require(rooms.size() == lengths.size(), "each frame needs a room");
+    std::vector<std::pair<std::size_t, std::size_t>> pieces;
+    std::size_t start = 0;
+    for (std::size_t i = 0; i < rooms.size(); ++i) {
+        require(lengths[i] <= rooms[i] && rooms[i] <= memory.size() - start,
+                "a frame lies elsewhere");
+        const bool is_moved = !pieces.empty() && lengths[i] <= max_moved_nbytes;
+        if (is_moved && pieces.back().second != start)
+            std::memmove(memory.data() + pieces.back().second, memory.data() + start, lengths[i]);
+        if (is_moved)
+            pieces.back().second += lengths[i];
+        else
+            pieces.emplace_back(start, start + lengths[i]);
+        start += rooms[i];
+    }
+    return pieces;
+}
+
+// A tuple of a subclass of Python's, such as a named tuple.
+inline nb::object tuple_of(nb::handle kind, const nb::tuple& items) {
+    const auto make = reinterpret_cast<newfunc>(PyType_GetSlot(&PyTuple_Type, Py_tp_new));
+    const nb::tuple args = nb::make_tuple(items);
+    nb::object made =
+        nb::steal(make(reinterpret_cast<PyTypeObject*>(kind.ptr()), args.ptr(), nullptr));
+    if (!made.is_valid()) throw nb::python_error();
+    return made;
+}
+
+inline nb::object text_of(std::string_view text) {
+    nb::object found = nb::steal(PyUnicode_DecodeUTF8(text.data(), ssize_of(text.size()), nullptr));
+    if (!found.is_valid()) PyErr_Clear();
+    return found;
+}
+
+// The tensors of a safetensors header, in the order of their data, and the JSON of its metadata.
+// None if the header is not written as usual, or breaks a rule. `kind` is the named tuple
+// (name, dtype, shape, start, stop), and `dtypes` has the bits of an element by a dtype's name.
+inline nb::object file_entries(nb::bytes text, nb::handle kind, const nb::dict& dtypes) {
+    FileEntries found;
+    if (!FileHeaderReader({text.c_str(), text.size()}).read(found)) return nb::none();
+    const auto is_before = [](const FileEntry& a, const FileEntry& b) {
+        return a.start != b.start ? a.start < b.start : a.stop < b.stop;
+    };
+    std::stable_sort(found.entries.begin(), found.entries.end(), is_before);
+    nb::list entries;
+    const nb::object names = nb::steal(PySet_New(nullptr));
+    std::string_view dtype;
+    nb::object dtype_name;
+    uint64_t bits = 0, end = 0;
+    for (const FileEntry& entry : found.entries) {
+        if (entry.dtype != dtype || bits == 0) {
+            dtype = entry.dtype;
+            dtype_name = text_of(dtype);
+            if (!dtype_name.is_valid()) return nb::none();
+            PyObject* const known = PyDict_GetItemWithError(dtypes.ptr(), dtype_name.ptr());
+            if (known == nullptr) return nb::none();
+            bits = nb::cast<uint64_t>(nb::handle(known));
+        }
+        const DTypeRow row{static_cast<uint32_t>(bits), 1, 0};
+        if (entry.start != end || entry.stop < entry.start || has_too_many_bits(entry.shape, row) ||
+            n_elements(entry.shape) * bits != 8 * (entry.stop - entry.start))
+            return nb::none();
+        end = entry.stop;
+        const nb::object name = text_of(entry.name);
+        if (!name.is_valid() || PySet_Add(names.ptr(), name.ptr()) != 0) return nb::none();
+        entries.append(tuple_of(kind, nb::make_tuple(name, dtype_name, shape_of(entry.shape),
+                                                     entry.start, entry.stop)));
+    }
+    if (static_cast<std::size_t>(PySet_Size(names.ptr())) != found.entries.size())
+        return nb::none();
+    return nb::make_tuple(entries, nb::bytes(found.metadata.data(), found.metadata.size()));
+}
+
+// Whether pack_views() packs a tensor.
 inline bool needs_no_plan(Bytes src, uint32_t code, const std::vector<uint64_t>& shape,
                           int level_number) {
     const Isa isa = choose_isa();
@@ -186,11 +434,41 @@ inline nb::bytes xxh3_128_of(Bytes src) {
 
 inline void bind_frames(nb::module_& m) {
     using namespace nb::literals;
+    nb::class_<Views>(m, "Views")
+        .def(nb::init<std::size_t>(), "n"_a)
+        .def("__len__", &Views::size)
+        .def("part", &Views::part, "numbers"_a, nb::keep_alive<0, 1>())
+        .def("forget",
+             [](Views& views, std::size_t i) {
+                 require(i < views.size(), "there is no such tensor");
+                 views.at(i).is_known = false;
+             })
+        .def("unknown",
+             [](const Views& views) {
+                 std::vector<std::size_t> found;
+                 for (std::size_t i = 0; i < views.size(); ++i)
+                     if (!views[i].is_known) found.push_back(i);
+                 return found;
+             })
+        .def("nbytes", [](const Views& views, std::size_t i) {
+            require(i < views.size(), "there is no such tensor");
+            return views[i].nbytes;
+        });
+    m.def("views_of_arrays", &views_of_arrays, "arrays"_a, "kind"_a, "codes"_a);
+    m.def("views_of_tensors", &views_of_tensors, "tensors"_a, "kinds"_a, "table"_a, "codes"_a,
+          "is_negated"_a);
+    m.def("views_of_rooms", &views_of_rooms, "memory"_a, "lengths"_a);
+    m.def("close_gaps", &close_gaps, "memory"_a.noconvert(), "rooms"_a, "lengths"_a,
+          "max_moved_nbytes"_a);
+    m.def("file_entries", &file_entries, "text"_a, "kind"_a, "dtypes"_a);
+    m.def("views_of_buffers", &views_of_buffers, "buffers"_a, "codes"_a, "shapes"_a);
     nb::class_<OpenFrame>(m, "OpenFrame")
         .def_ro("has_zstd", &OpenFrame::has_zstd)
         .def_ro("stands_alone", &OpenFrame::stands_alone)
+        .def_ro("memory", &OpenFrame::memory)
+        .def_ro("frame_nbytes", &OpenFrame::nbytes)
         .def_prop_ro("dtype_code", [](const OpenFrame& f) { return f.header.dtype_code; })
-        .def_prop_ro("shape", [](const OpenFrame& f) { return shape_of(f.header); })
+        .def_prop_ro("shape", [](const OpenFrame& f) { return shape_of(f.header.shape); })
         .def_prop_ro("geometry", [](const OpenFrame& f) { return f.header.geometry; })
         .def_prop_ro("nbytes", [](const OpenFrame& f) { return f.header.geometry.nbytes(); })
         .def_prop_ro("content_hash",
@@ -203,11 +481,14 @@ inline void bind_frames(nb::module_& m) {
         .def_prop_ro("text", [](const OpenFrame& f) {
             return to_bytes(f.header.text.data(), f.header.text.size());
         });
-    m.def("open_frame", &open_frame, "data"_a, "max_nbytes"_a.none());
+    m.def("open_frame", &open_frame, "memory"_a, "max_nbytes"_a.none());
     m.def("unpack_frames", &unpack_frames, "frames"_a, "dsts"_a.noconvert(), "check"_a,
           "threads"_a);
-    m.def("pack_frames", &pack_frames, "srcs"_a, "codes"_a, "shapes"_a, "outs"_a.noconvert(),
-          "level"_a, "threads"_a);
+    m.def("open_frames", &open_frames, "memory"_a, "starts"_a, "lengths"_a, "codes"_a, "shapes"_a);
+    m.def("unpack_to_views", &unpack_to_views, "frames"_a, "dsts"_a, "threads"_a);
+    m.def("misfits", &misfits, "frames"_a, "dsts"_a);
+    m.def("pack_views", &pack_views, "srcs"_a, "outs"_a.none(), "room"_a.none(), "level"_a,
+          "threads"_a);
     m.def("side_views", &side_views, "shape"_a, "n_units"_a);
     m.def(
         "side_rule",
@@ -217,6 +498,9 @@ inline void bind_frames(nb::module_& m) {
         },
         "level"_a);
     m.def("are_apart", &are_apart, "written"_a, "read"_a);
+    m.def("forms_of_frames", &forms_of_frames, "frames"_a);
+    m.def("forms_of_views", &forms_of_views, "views"_a);
+    m.def("views_of_frames", &views_of_frames, "frames"_a);
     m.def("needs_no_plan", &needs_no_plan, "src"_a, "code"_a, "shape"_a, "level"_a);
     m.def(
         "cut_tensor",

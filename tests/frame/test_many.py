@@ -11,6 +11,7 @@ from real_model import real_tensors
 
 import packhorse.numpy
 from packhorse import _core
+from packhorse.codecs.base import ByteArray
 from packhorse.errors import CorruptionError
 from packhorse.frame import Frame, compress_buffer, plan_buffer
 from packhorse.frame.many import PackJob, UnpackJob, compress_many, decompress_many
@@ -112,23 +113,29 @@ def test_the_look_while_encoding_is_the_glance() -> None:
             for n in (1, 2, 63, 384, 1023, 1024, 4095, 4096, 4097):
                 src = np.frombuffer(make_data(kind, dtype, n), np.uint8)
                 for level in (Level.FAST, Level.DEFAULT):
-                    room = np.empty(src.size + 4096, np.uint8)
-                    (length,) = _core.pack_frames([src], [code], [(n,)], [room], level, 1)
+                    views = _core.views_of_buffers([src], [code], [(n,)])
+                    (frame,) = _core.pack_views(views, None, None, level, 1)
                     needs_none = _core.needs_no_plan(src, code, (n,), level)
-                    assert (length > 0) == needs_none, (dtype, kind, n)
+                    assert (frame is not None) == needs_none, (dtype, kind, n)
                     found.add(needs_none)
     assert found == {True, False}
 
 
 def test_memory_is_apart_or_not() -> None:
+    def are_apart(written: list[ByteArray], *read: list[ByteArray]) -> bool:
+        views = [_core.views_of_buffers(buffers, [], []) for buffers in (written, *read)]
+        return _core.are_apart(views[:1], views[1:])
+
     memory = np.zeros(100, np.uint8)
     parts = [memory[at : at + 10] for at in range(0, 100, 10)]
-    assert _core.are_apart(parts, [])
-    assert _core.are_apart(parts[:5], [*parts[5:], memory[50:], memory[60:60]])
-    assert not _core.are_apart(parts[:5], [memory[49:]])
-    assert not _core.are_apart([memory, parts[9]], [])
-    assert _core.are_apart([parts[3]], [memory[:30], memory[:20], parts[4]])
-    assert not _core.are_apart([parts[3]], [memory, memory[:5]])
+    assert are_apart(parts)
+    assert are_apart(parts[:5], [*parts[5:], memory[50:], memory[60:60]])
+    assert are_apart(parts[:5], parts[5:], [memory[50:], memory[60:60]])
+    assert not are_apart(parts[:5], [memory[49:]])
+    assert not are_apart(parts[:5], [], [memory[49:]])
+    assert not are_apart([memory, parts[9]])
+    assert are_apart([parts[3]], [memory[:30], memory[:20], parts[4]])
+    assert not are_apart([parts[3]], [memory, memory[:5]])
 
 
 def test_a_bad_frame_among_many_is_named() -> None:

@@ -42,6 +42,7 @@ from packhorse.storage.safetensors_header import (
     FileHeader,
     TensorEntry,
     parse_header,
+    quoted,
 )
 from packhorse.storage.strict_json import parse_json, shown
 
@@ -91,6 +92,7 @@ class PrefixWriter:
     def __init__(self, original: FileHeader, base_name: str | None = None) -> None:
         self._original = original
         self._record = write_record(_RECORD_KEY, original.text)
+        self._names = [quoted(entry.name) for entry in original.entries]
         largest = [max_frame_nbytes(entry.dtype, entry.shape) for entry in original.entries]
         text_nbytes = len(self._text(largest, base_name))
         text_nbytes = max(text_nbytes, min_text_nbytes(len(original.text)))
@@ -121,12 +123,13 @@ class PrefixWriter:
             **(self._original.metadata or {}),
             FILE_METADATA_KEY: json.dumps(record, separators=(",", ":")),
         }
-        document: dict[str, Any] = {METADATA_KEY: metadata}
+        pairs = json.dumps(metadata, ensure_ascii=False, separators=(",", ":"))
+        rows = [f"{quoted(METADATA_KEY)}:{pairs}"]
         stop = 0
-        for entry, nbytes in zip(self._original.entries, frame_nbytes, strict=True):
-            start, stop = stop, stop + nbytes
-            document[entry.name] = {"dtype": "U8", "shape": [nbytes], "data_offsets": [start, stop]}
-        return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
+        for name, n in zip(self._names, frame_nbytes, strict=True):
+            start, stop = stop, stop + n
+            rows.append(f'{name}:{{"dtype":"U8","shape":[{n}],"data_offsets":[{start},{stop}]}}')
+        return f"{{{','.join(rows)}}}".encode()
 
 
 def min_text_nbytes(recorded_nbytes: int) -> int:

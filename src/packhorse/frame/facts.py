@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
+
 from packhorse._core import OpenFrame
 from packhorse.codecs.base import STATUS_WORDS, ByteArray
 from packhorse.codecs.content import content_hash, content_sum
@@ -28,7 +30,7 @@ class FrameFacts:
     __slots__ = (
         "__weakref__",
         "_checked",
-        "_data",
+        "_memory",
         "_name",
         "_offset",
         "_opened",
@@ -38,14 +40,14 @@ class FrameFacts:
 
     def __init__(
         self,
-        data: ByteArray,
+        memory: ByteArray | bytes,
         opened: OpenFrame,
         name: str | None,
         offset: int,
         plan: Plan | Callable[[FrameHeader], Plan] | None = None,
     ) -> None:
         """Private: use `from_buffer`."""
-        self._data = data
+        self._memory = memory
         self._opened = opened
         self._name = name
         self._offset = offset
@@ -63,7 +65,7 @@ class FrameFacts:
     @property
     def nbytes(self) -> int:
         """Length of the frame in bytes, a multiple of 64."""
-        return self._data.size
+        return self._opened.frame_nbytes
 
     @property
     def dtype(self) -> str:
@@ -155,11 +157,11 @@ class FrameFacts:
 
     def to_bytes(self) -> bytes:
         """Copies the frame's bytes."""
-        return self._data.tobytes()
+        return self.data.tobytes()
 
     def buffer(self) -> memoryview:
         """Views the frame's bytes, read-only."""
-        return memoryview(self._data).toreadonly()
+        return memoryview(self._memory).toreadonly()
 
     def planes(self) -> tuple[PlaneSummary, ...]:
         """Sizes and modes of each plane."""
@@ -185,7 +187,9 @@ class FrameFacts:
     @property
     def data(self) -> ByteArray:
         """The frame's bytes, only to be read."""
-        return self._data
+        if isinstance(self._memory, bytes):
+            self._memory = np.frombuffer(self._memory, np.uint8)
+        return self._memory
 
     @property
     def opened(self) -> OpenFrame:
