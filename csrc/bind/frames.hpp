@@ -10,9 +10,9 @@
 #include <optional>
 #include <vector>
 
+#include "bind/files.hpp"
 #include "bind/tensors.hpp"
 #include "bind/views.hpp"
-#include "frame/file_header.hpp"
 #include "frame/pack.hpp"
 #include "frame/unpack.hpp"
 
@@ -37,20 +37,8 @@ struct OpenFrame {
     }
 };
 
-constexpr Py_ssize_t ssize_of(std::size_t n) {
-    return static_cast<Py_ssize_t>(n);
-}
-
 inline nb::bytes to_bytes(const uint8_t* src, std::size_t n) {
     return nb::bytes(reinterpret_cast<const char*>(src), n);
-}
-
-inline nb::tuple shape_of(const std::vector<uint64_t>& sizes) {
-    nb::object shape = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(sizes.size())));
-    for (std::size_t d = 0; d < sizes.size(); ++d)
-        PyTuple_SetItem(shape.ptr(), static_cast<Py_ssize_t>(d),
-                        PyLong_FromUnsignedLongLong(sizes[d]));
-    return nb::borrow<nb::tuple>(shape);
 }
 
 inline bool overlap(const uint8_t* a, std::size_t a_nbytes, const uint8_t* b,
@@ -72,6 +60,36 @@ inline nb::object open_frame(nb::object memory, std::optional<std::size_t> max_n
     if (check.fault != HeaderFault::kNone)
         return nb::make_tuple(static_cast<int>(check.fault), check.at, check.found, check.expected);
     return nb::cast(std::move(frame));
+}
+
+// Opens frames, each of them a buffer of plain bytes. None for one that is no such buffer, or is
+// not right. Memory that its owner might resize is kept by a memoryview.
+inline nb::list open_each(const nb::list& buffers) {
+    const Isa isa = choose_isa();
+    nb::list frames;
+    for (const nb::handle buffer : buffers) {
+        OpenFrame frame;
+        frame.memory = PyBytes_Check(buffer.ptr())
+                           ? nb::borrow(buffer)
+                           : nb::steal(PyMemoryView_FromObject(buffer.ptr()));
+        if (!frame.memory.is_valid()) PyErr_Clear();
+        HeldBuffer held;
+        const bool is_held =
+            frame.memory.is_valid() && held.take(frame.memory, PyBUF_ND | PyBUF_FORMAT);
+        if (!is_held ||
+            (held.get().format != nullptr && std::strcmp(held.get().format, "B") != 0)) {
+            frames.append(nb::none());
+            continue;
+        }
+        frame.data = static_cast<const uint8_t*>(held.get().buf);
+        frame.nbytes = static_cast<std::size_t>(held.get().len);
+        const HeaderCheck check = frame.open(std::numeric_limits<std::size_t>::max(), isa);
+        if (check.fault == HeaderFault::kNone)
+            frames.append(std::move(frame));
+        else
+            frames.append(nb::none());
+    }
+    return frames;
 }
 
 // Opens frames of one buffer, at these places, as far as they are frames of tensors of these dtypes
@@ -168,6 +186,25 @@ inline std::vector<std::size_t> misfits(const std::vector<const OpenFrame*>& fra
             dsts[i].code != frames[i]->header.dtype_code ||
             dsts[i].shape != frames[i]->header.shape)
             found.push_back(i);
+    return found;
+}
+
+// Which tensors do not have the content that their frames declare. Those of several leaves of the
+// hash, and of frames whose hashes are sums, are among them: they need more than this.
+inline std::vector<std::size_t> content_faults(const std::vector<const OpenFrame*>& frames,
+                                               const Views& views) {
+    require(frames.size() == views.size(), "each frame needs a tensor");
+    const Isa isa = choose_isa();
+    std::vector<std::size_t> found;
+    for (std::size_t i = 0; i < frames.size(); ++i) {
+        const View& view = views[i];
+        uint8_t hash[kXxh3Nbytes];
+        const bool is_short = view.is_known && view.nbytes > 0 &&
+                              view.nbytes <= kContentLeafNbytes && !frames[i]->header.has_sum;
+        if (is_short) xxh3_128(view.data, view.nbytes, hash, isa);
+        if (!is_short || std::memcmp(hash, frames[i]->header.content_hash(), sizeof hash) != 0)
+            found.push_back(i);
+    }
     return found;
 }
 
@@ -319,84 +356,6 @@ inline nb::list pack_views(const Views& srcs, const Views* outs, const nb::objec
     return frames;
 }
 
-// Moves short frames, which lie one after another in `memory`, each in a room of its own, so that
-// they follow those before them. Returns what they have become: pieces (start, stop) of `memory`.
-inline std::vector<std::pair<std::size_t, std::size_t>> close_gaps(
-    WritableBytes memory, const std::vector<std::size_t>& rooms,
-    const std::vector<std::size_t>& lengths, std::size_t max_moved_nbytes) {
-    require(rooms.size() == lengths.size(), "each frame needs a room");
-    std::vector<std::pair<std::size_t, std::size_t>> pieces;
-    std::size_t start = 0;
-    for (std::size_t i = 0; i < rooms.size(); ++i) {
-        require(lengths[i] <= rooms[i] && rooms[i] <= memory.size() - start,
-                "a frame lies elsewhere");
-        const bool is_moved = !pieces.empty() && lengths[i] <= max_moved_nbytes;
-        if (is_moved && pieces.back().second != start)
-            std::memmove(memory.data() + pieces.back().second, memory.data() + start, lengths[i]);
-        if (is_moved)
-            pieces.back().second += lengths[i];
-        else
-            pieces.emplace_back(start, start + lengths[i]);
-        start += rooms[i];
-    }
-    return pieces;
-}
-
-// A tuple of a subclass of Python's, such as a named tuple.
-inline nb::object tuple_of(nb::handle kind, const nb::tuple& items) {
-    const auto make = reinterpret_cast<newfunc>(PyType_GetSlot(&PyTuple_Type, Py_tp_new));
-    const nb::tuple args = nb::make_tuple(items);
-    nb::object made =
-        nb::steal(make(reinterpret_cast<PyTypeObject*>(kind.ptr()), args.ptr(), nullptr));
-    if (!made.is_valid()) throw nb::python_error();
-    return made;
-}
-
-inline nb::object text_of(std::string_view text) {
-    nb::object found = nb::steal(PyUnicode_DecodeUTF8(text.data(), ssize_of(text.size()), nullptr));
-    if (!found.is_valid()) PyErr_Clear();
-    return found;
-}
-
-// The tensors of a safetensors header, in the order of their data, and the JSON of its metadata.
-// None if the header is not written as usual, or breaks a rule. `kind` is the named tuple
-// (name, dtype, shape, start, stop), and `dtypes` has the bits of an element by a dtype's name.
-inline nb::object file_entries(nb::bytes text, nb::handle kind, const nb::dict& dtypes) {
-    FileEntries found;
-    if (!FileHeaderReader({text.c_str(), text.size()}).read(found)) return nb::none();
-    const auto is_before = [](const FileEntry& a, const FileEntry& b) {
-        return a.start != b.start ? a.start < b.start : a.stop < b.stop;
-    };
-    std::stable_sort(found.entries.begin(), found.entries.end(), is_before);
-    nb::list entries;
-    const nb::object names = nb::steal(PySet_New(nullptr));
-    std::string_view dtype;
-    nb::object dtype_name;
-    uint64_t bits = 0, end = 0;
-    for (const FileEntry& entry : found.entries) {
-        if (entry.dtype != dtype || bits == 0) {
-            dtype = entry.dtype;
-            dtype_name = text_of(dtype);
-            if (!dtype_name.is_valid()) return nb::none();
-            PyObject* const known = PyDict_GetItemWithError(dtypes.ptr(), dtype_name.ptr());
-            if (known == nullptr) return nb::none();
-            bits = nb::cast<uint64_t>(nb::handle(known));
-        }
-        const DTypeRow row{static_cast<uint32_t>(bits), 1, 0};
-        if (entry.start != end || entry.stop < entry.start || has_too_many_bits(entry.shape, row) ||
-            n_elements(entry.shape) * bits != 8 * (entry.stop - entry.start))
-            return nb::none();
-        end = entry.stop;
-        const nb::object name = text_of(entry.name);
-        if (!name.is_valid() || PySet_Add(names.ptr(), name.ptr()) != 0) return nb::none();
-        entries.append(tuple_of(kind, nb::make_tuple(name, dtype_name, shape_of(entry.shape),
-                                                     entry.start, entry.stop)));
-    }
-    if (static_cast<std::size_t>(PySet_Size(names.ptr())) != found.entries.size())
-        return nb::none();
-    return nb::make_tuple(entries, nb::bytes(found.metadata.data(), found.metadata.size()));
-}
-
 // Whether pack_views() packs a tensor.
 inline bool needs_no_plan(Bytes src, uint32_t code, const std::vector<uint64_t>& shape,
                           int level_number) {
@@ -434,6 +393,7 @@ inline nb::bytes xxh3_128_of(Bytes src) {
 
 inline void bind_frames(nb::module_& m) {
     using namespace nb::literals;
+    bind_files(m);
     nb::class_<Views>(m, "Views")
         .def(nb::init<std::size_t>(), "n"_a)
         .def("__len__", &Views::size)
@@ -458,9 +418,6 @@ inline void bind_frames(nb::module_& m) {
     m.def("views_of_tensors", &views_of_tensors, "tensors"_a, "kinds"_a, "table"_a, "codes"_a,
           "is_negated"_a);
     m.def("views_of_rooms", &views_of_rooms, "memory"_a, "lengths"_a);
-    m.def("close_gaps", &close_gaps, "memory"_a.noconvert(), "rooms"_a, "lengths"_a,
-          "max_moved_nbytes"_a);
-    m.def("file_entries", &file_entries, "text"_a, "kind"_a, "dtypes"_a);
     m.def("views_of_buffers", &views_of_buffers, "buffers"_a, "codes"_a, "shapes"_a);
     nb::class_<OpenFrame>(m, "OpenFrame")
         .def_ro("has_zstd", &OpenFrame::has_zstd)
@@ -484,6 +441,8 @@ inline void bind_frames(nb::module_& m) {
     m.def("open_frame", &open_frame, "memory"_a, "max_nbytes"_a.none());
     m.def("unpack_frames", &unpack_frames, "frames"_a, "dsts"_a.noconvert(), "check"_a,
           "threads"_a);
+    m.def("open_each", &open_each, "buffers"_a);
+    m.def("content_faults", &content_faults, "frames"_a, "views"_a);
     m.def("open_frames", &open_frames, "memory"_a, "starts"_a, "lengths"_a, "codes"_a, "shapes"_a);
     m.def("unpack_to_views", &unpack_to_views, "frames"_a, "dsts"_a, "threads"_a);
     m.def("misfits", &misfits, "frames"_a, "dsts"_a);

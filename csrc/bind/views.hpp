@@ -48,6 +48,18 @@ class HeldBuffer {
     Py_buffer buffer_{};
 };
 
+constexpr Py_ssize_t ssize_of(std::size_t n) {
+    return static_cast<Py_ssize_t>(n);
+}
+
+inline nb::tuple shape_of(const std::vector<uint64_t>& sizes) {
+    nb::object shape = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(sizes.size())));
+    for (std::size_t d = 0; d < sizes.size(); ++d)
+        PyTuple_SetItem(shape.ptr(), static_cast<Py_ssize_t>(d),
+                        PyLong_FromUnsignedLongLong(sizes[d]));
+    return nb::borrow<nb::tuple>(shape);
+}
+
 class Views {
   public:
     explicit Views(std::size_t n) : views_(n) {}

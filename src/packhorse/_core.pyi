@@ -168,6 +168,9 @@ def open_frames(
     shapes: Sequence[Sequence[int]],
 ) -> list[OpenFrame]: ...
 
+# Opens buffers of plain bytes; None for one that is no such buffer, or is not right.
+def open_each(buffers: list[Any]) -> list[OpenFrame | None]: ...
+
 class Views:
     """Where the bytes of tensors lie, as far as the core knows; it keeps them alive."""
 
@@ -222,6 +225,13 @@ def pack_views(
 def close_gaps(
     memory: _Bytes, rooms: Sequence[int], lengths: Sequence[int], max_moved_nbytes: int
 ) -> list[tuple[int, int]]: ...
+
+# Which tensors do not have the content that their frames declare, or need more to tell: those of
+# several leaves, and of frames whose hashes are sums.
+def content_faults(frames: Sequence[OpenFrame], views: Views) -> list[int]: ...
+
+# JSON: the entries of frames that follow each other; the names are quoted already.
+def rows_of_frames(names: list[str], lengths: Sequence[int]) -> bytes: ...
 
 # The tensors of a header that is written as usual, and the JSON of its metadata.
 def file_entries(

@@ -22,6 +22,7 @@ from typing import Any
 
 import zstandard
 
+from packhorse import _core
 from packhorse.codecs.content import crc32c
 from packhorse.codecs.zstd import memory_is_told
 from packhorse.errors import CompatibilityError, CorruptionError
@@ -124,12 +125,9 @@ class PrefixWriter:
             FILE_METADATA_KEY: json.dumps(record, separators=(",", ":")),
         }
         pairs = json.dumps(metadata, ensure_ascii=False, separators=(",", ":"))
-        rows = [f"{quoted(METADATA_KEY)}:{pairs}"]
-        stop = 0
-        for name, n in zip(self._names, frame_nbytes, strict=True):
-            start, stop = stop, stop + n
-            rows.append(f'{name}:{{"dtype":"U8","shape":[{n}],"data_offsets":[{start},{stop}]}}')
-        return f"{{{','.join(rows)}}}".encode()
+        beginning = f"{{{quoted(METADATA_KEY)}:{pairs}".encode()
+        rows = _core.rows_of_frames(self._names, frame_nbytes)
+        return b"".join([beginning, b"," if rows else b"", rows, b"}"])
 
 
 def min_text_nbytes(recorded_nbytes: int) -> int:

@@ -40,7 +40,7 @@ class FrameFacts:
 
     def __init__(
         self,
-        memory: ByteArray | bytes,
+        memory: ByteArray | bytes | memoryview,
         opened: OpenFrame,
         name: str | None,
         offset: int,
@@ -187,7 +187,7 @@ class FrameFacts:
     @property
     def data(self) -> ByteArray:
         """The frame's bytes, only to be read."""
-        if isinstance(self._memory, bytes):
+        if not isinstance(self._memory, np.ndarray):
             self._memory = np.frombuffer(self._memory, np.uint8)
         return self._memory
 

@@ -373,15 +373,19 @@ def read_frames(frames: Iterable[Frame | Buffer], max_nbytes: int | None) -> lis
         CorruptionError: a frame is bad, or the tensors take more than `max_nbytes` together.
         CompatibilityError, TypeError: as `Frame.from_buffer`; the message names the frame.
     """
+    given = list(frames)
+    opened = iter(_core.open_each([frame for frame in given if not isinstance(frame, Frame)]))
     read = []
-    for i, frame in enumerate(frames):
+    for i, frame in enumerate(given):
         if isinstance(frame, Frame):
             read.append(frame)
             continue
-        try:
+        found = next(opened)
+        if found is not None:
+            read.append(Frame(found.memory, found, None, 0))
+            continue
+        with blaming(f"frame {i}", BLAMED):
             read.append(Frame.from_buffer(frame))
-        except BLAMED as error:
-            raise type(error)(f"frame {i}: {error}") from error
     if max_nbytes is None:
         return read
     nbytes = sum(frame.logical_nbytes for frame in read)
