@@ -180,6 +180,8 @@ class FrameFacts:
         """
         if start >= stop:
             return self.header.header_nbytes, self.header.header_nbytes
+        if start == 0 and stop == self.logical_nbytes:
+            return self.header.header_nbytes, self.nbytes
         offsets = self.header.chunk_offsets()
         first, last = start // self.chunk_nbytes, (stop - 1) // self.chunk_nbytes
         return int(offsets[first]), int(offsets[last + 1])

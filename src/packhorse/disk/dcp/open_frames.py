@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.dcp.pack_files import CheckpointFrames
 from packhorse.errors import blaming
 from packhorse.frame import Frame
-from packhorse.frame.many import UnpackJob, decompress_many
 from packhorse.storage.frames.chain import Chain
 from packhorse.storage.frames.refs import FrameRef
 from packhorse.storage.frames.scratch import Scratch
@@ -93,19 +92,6 @@ class OpenFrames:
             self[ref].decompress_into(
                 dst, start=start, stop=stop, threads=threads, base=base, base_hash=base_hash
             )
-
-    def decode_all(self, parts: Sequence[tuple[FrameRef, ByteArray]], threads: int) -> None:
-        """Decode full frames as a whole, in one call.
-
-        Args:
-            parts: for each frame, where the bytes of its tensor go.
-            threads: how many threads to use.
-        """
-        decompress_many(
-            [UnpackJob(self[ref], dst) for ref, dst in parts],
-            threads=threads,
-            name_of=lambda i: self._store.label(parts[i][0].pack),
-        )
 
     def whole(self, ref: FrameRef, threads: int) -> ByteArray:
         """Decode all bytes of a tensor, and all of its bases first.

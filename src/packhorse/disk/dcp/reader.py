@@ -369,18 +369,12 @@ class _Load:
         )
         self._bases.update(zip(order, found, strict=True))
 
-        full = [run for run in todo if run.ref.base is None and run.nbytes == self._nbytes(run.ref)]
-        self.frames.decode_all([(run.ref, run.dst) for run in full], self.threads)
-        rest = [
-            run for run in todo if run.ref.base is not None or run.nbytes < self._nbytes(run.ref)
-        ]
-
         def decode(i: int, threads: int) -> None:
-            run = rest[i]
+            run = todo[i]
             base = None if run.ref.base is None else self._bases[run.ref.base]
             self.frames.decode(run.ref, run.dst, run.start, run.stop, base=base, threads=threads)
 
-        map_tensors(decode, [run.nbytes for run in rest], self.threads)
+        map_tensors(decode, [run.nbytes for run in todo], self.threads)
         for run in runs:
             if run.ref in needed:
                 run.dst[:] = self._bases[run.ref][run.start : run.stop]
