@@ -237,6 +237,8 @@ def test_frames_in_memory_that_could_be_resized_are_held() -> None:
     with pytest.raises(BufferError):
         data.clear()
     assert np.array_equal(packhorse.numpy.decompress(frame), array)
+    (frame,) = read_frames([np.frombuffer(data, np.uint8).reshape(2, -1)], None)
+    assert frame.buffer() == bytes(data)
     wide = np.frombuffer(data, np.uint32)  # not a buffer of bytes by its format
     for given in (data, memoryview(data), np.frombuffer(data, np.uint8), wide):
         assert np.array_equal(packhorse.numpy.decompress_all([given])[0], array)

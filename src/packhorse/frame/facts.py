@@ -161,7 +161,8 @@ class FrameFacts:
 
     def buffer(self) -> memoryview:
         """Views the frame's bytes, read-only."""
-        return memoryview(self._memory).toreadonly()
+        memory = self._memory if isinstance(self._memory, bytes) else self.data
+        return memoryview(memory).toreadonly()
 
     def planes(self) -> tuple[PlaneSummary, ...]:
         """Sizes and modes of each plane."""
