@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <limits>
 #include <map>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -276,9 +277,8 @@ inline Views views_of_frames(const std::vector<const OpenFrame*>& frames) {
     return views;
 }
 
-// Memory for frames. Python's own bytes are cut to the length of the frame afterwards. Longer
-// frames get memory of NumPy, which asks for huge pages.
-constexpr std::size_t kMaxOwnNbytes = (std::size_t{1} << 22) - 1;
+// Short frames are copied to Python's own bytes, which are as long as they are.
+constexpr std::size_t kMaxCopiedNbytes = std::size_t{1} << 16;
 
 // Packs known tensors of floats that need no plan, at a level below `max`. Their frames lie in
 // `outs`, or if there are none, in new memory: in bytes that are as long, or at the beginning of
@@ -292,6 +292,7 @@ inline nb::list pack_views(const Views& srcs, const Views* outs, const nb::objec
     std::vector<PackJob> jobs;
     std::vector<std::size_t> numbers;
     std::vector<nb::object> memory;
+    std::vector<std::unique_ptr<uint8_t[]>> copied;
     std::size_t nbytes = 0;
     for (std::size_t i = 0; i < srcs.size(); ++i) {
         const View& src = srcs[i];
@@ -308,11 +309,12 @@ inline nb::list pack_views(const Views& srcs, const Views* outs, const nb::objec
             require(!overlap(src.data, src.nbytes, out.data, out.nbytes),
                     "out and src share memory; it would be overwritten while it is read");
             job.dst = out.data;
-        } else if (capacity <= kMaxOwnNbytes) {
-            memory.push_back(nb::steal(PyBytes_FromStringAndSize(nullptr, ssize_of(capacity))));
-            if (!memory.back().is_valid()) throw nb::python_error();
-            job.dst = reinterpret_cast<uint8_t*>(PyBytes_AsString(memory.back().ptr()));
+        } else if (capacity <= kMaxCopiedNbytes) {
+            copied.emplace_back(new uint8_t[capacity]);
+            memory.emplace_back();
+            job.dst = copied.back().get();
         } else {
+            copied.emplace_back();
             memory.push_back(room(capacity));
             HeldBuffer buffer;
             require(buffer.take(memory.back(), PyBUF_SIMPLE | PyBUF_WRITABLE) &&
@@ -341,11 +343,10 @@ inline nb::list pack_views(const Views& srcs, const Views* outs, const nb::objec
         frame.data = jobs[job].dst;
         frame.memory = nb::none();
         if (outs == nullptr) {
-            if (PyBytes_Check(memory[job].ptr())) {
-                PyObject* cut = memory[job].release().ptr();
-                if (_PyBytes_Resize(&cut, ssize_of(frame.nbytes)) != 0) throw nb::python_error();
-                memory[job] = nb::steal(cut);
-                frame.data = reinterpret_cast<const uint8_t*>(PyBytes_AsString(cut));
+            if (copied[job] != nullptr) {
+                memory[job] = to_bytes(frame.data, frame.nbytes);
+                frame.data = reinterpret_cast<const uint8_t*>(PyBytes_AsString(memory[job].ptr()));
+                copied[job].reset();
             }
             frame.memory = std::move(memory[job]);
         }
