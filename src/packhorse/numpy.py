@@ -547,15 +547,9 @@ def save_file(
     """
     header, buffers = lay_out(tensor_dict, FRAMEWORK, metadata)
     write_packed(
-        filename,
-        header,
-        buffers,
-        level=level,
-        threads=threads,
-        force=True,
-        base=base,
+        filename, header, buffers, level=level, threads=threads, force=True, base=base,
         storage_options=storage_options,
-    )
+    )  # fmt: skip
 
 
 def load_file(
@@ -597,13 +591,8 @@ def load_file(
         (512, 64)
     """
     with PackedFile(
-        filename,
-        FRAMEWORK,
-        threads=threads,
-        max_nbytes=max_nbytes,
-        base=base,
-        backend=backend,
+        filename, FRAMEWORK, threads=threads, max_nbytes=max_nbytes, base=base, backend=backend,
         storage_options=storage_options,
-    ) as file:
+    ) as file:  # fmt: skip
         tensors = file.get_tensors()
         return {name: tensors[name] for name in file.keys()}  # noqa: SIM118 - not a dict
