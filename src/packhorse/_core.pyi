@@ -5,7 +5,8 @@ variable `PACKHORSE_SIMD` names another one. It raises `ValueError` if that is a
 `MissingBackendError` if this machine lacks it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ _Addresses = NDArray[np.uint64]
 _Slots = NDArray[np.uint64]
 _Floats = NDArray[np.float32]
 _Doubles = NDArray[np.float64]
+_Entry = TypeVar("_Entry")
 
 # Instruction sets are 0 portable, 1 AVX2, 2 AVX-512, 3 with VBMI2: the best of this machine, and
 # the one that is used. `best` is for tests: what the machine is taken to have.
@@ -131,6 +133,10 @@ class OpenFrame:
     @property
     def stands_alone(self) -> bool: ...  # no base, no side data, no chunk of Zstandard
     @property
+    def memory(self) -> Any: ...  # what owns the bytes; None where the caller gave it
+    @property
+    def frame_nbytes(self) -> int: ...
+    @property
     def dtype_code(self) -> int: ...
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -146,22 +152,91 @@ class OpenFrame:
     def text(self) -> bytes: ...  # the header
 
 # The fault, its place, what was found, and what would fit; see `frame.header_faults.Found`.
-def open_frame(data: _Bytes, max_nbytes: int | None) -> OpenFrame | tuple[int, int, int, int]: ...
+def open_frame(memory: object, max_nbytes: int | None) -> OpenFrame | tuple[int, int, int, int]: ...
 
 # Frames that stand alone. Returns (status, frame, chunk) of the first fault.
 def unpack_frames(
     frames: Sequence[OpenFrame], dsts: Sequence[_Bytes], check: bool, threads: int
 ) -> tuple[int, int, int]: ...
 
-# Floats, at a level below max. Returns the length of each frame; 0 if the tensor needs a plan.
-def pack_frames(
-    srcs: Sequence[_Bytes],
+# Opens frames of one buffer, as far as they are frames of tensors of these dtypes and shapes.
+def open_frames(
+    memory: object,
+    starts: Sequence[int],
+    lengths: Sequence[int],
     codes: Sequence[int],
     shapes: Sequence[Sequence[int]],
-    outs: Sequence[_Bytes],
+) -> list[OpenFrame]: ...
+
+# Opens buffers of plain bytes; None for one that is no such buffer, or is not right.
+def open_each(buffers: list[Any]) -> list[OpenFrame | None]: ...
+
+class Views:
+    """Where the bytes of tensors lie, as far as the core knows; it keeps them alive."""
+
+    def __init__(self, n: int) -> None: ...  # all unknown
+    def __len__(self) -> int: ...
+    def unknown(self) -> list[int]: ...
+    def nbytes(self, i: int) -> int: ...
+    def forget(self, i: int) -> None: ...
+    def part(self, numbers: Sequence[int]) -> Views: ...
+
+def views_of_arrays(arrays: list[Any], kind: type, codes: dict[Any, int]) -> Views: ...
+def views_of_tensors(
+    tensors: list[Any],
+    kinds: tuple[type, ...],
+    table: object,  # a capsule
+    codes: dict[Any, int],
+    is_negated: Callable[[Any], bool],
+) -> Views: ...
+
+# Buffers of plain bytes: of tensors of these dtypes and shapes, or without those, of no tensors.
+def views_of_buffers(
+    buffers: list[Any], codes: Sequence[int], shapes: Sequence[Sequence[int]]
+) -> Views: ...
+def views_of_frames(frames: Sequence[OpenFrame]) -> Views: ...
+def views_of_rooms(memory: object, lengths: Sequence[int]) -> Views: ...
+
+# The forms (dtype, shape) of tensors, each once, and the number of each tensor's form.
+_Forms: TypeAlias = tuple[list[tuple[int, tuple[int, ...]]], list[int]]
+
+def forms_of_frames(frames: Sequence[OpenFrame]) -> _Forms: ...
+def forms_of_views(views: Views) -> _Forms: ...
+
+# Returns (status, frame, chunk) of the first fault, and which frames are left to the caller.
+def unpack_to_views(
+    frames: Sequence[OpenFrame], dsts: Views, threads: int
+) -> tuple[int, int, int, list[int]]: ...
+
+# Which tensors are not known to be writable memory for the tensors of frames.
+def misfits(frames: Sequence[OpenFrame], dsts: Views) -> list[int]: ...
+
+# Floats, at a level below max. None for a tensor that is unknown, another one, or needs a plan.
+# Without `outs`, frames lie in new bytes, or at the beginning of what `room` makes.
+def pack_views(
+    srcs: Views,
+    outs: Views | None,
+    room: Callable[[int], _Bytes] | None,
     level: int,
     threads: int,
-) -> list[int]: ...
+) -> list[OpenFrame | None]: ...
+
+# Moves short frames, each in a room of its own, behind those before. Returns pieces (start, stop).
+def close_gaps(
+    memory: _Bytes, rooms: Sequence[int], lengths: Sequence[int], max_moved_nbytes: int
+) -> list[tuple[int, int]]: ...
+
+# Which tensors do not have the content that their frames declare, or need more to tell: those of
+# several leaves, and of frames whose hashes are sums.
+def content_faults(frames: Sequence[OpenFrame], views: Views) -> list[int]: ...
+
+# JSON: the entries of frames that follow each other; the names are quoted already.
+def rows_of_frames(names: list[str], lengths: Sequence[int]) -> bytes: ...
+
+# The tensors of a header that is written as usual, and the JSON of its metadata.
+def file_entries(
+    text: bytes, kind: type[_Entry], dtypes: dict[str, int]
+) -> tuple[list[_Entry], bytes] | None: ...
 
 # For each view of a tensor that side data are tried for, how many dimensions make its rows.
 def side_views(shape: Sequence[int], n_units: int) -> list[int]: ...
@@ -170,7 +245,7 @@ def side_views(shape: Sequence[int], n_units: int) -> list[int]: ...
 def side_rule(level: int) -> tuple[int, int, int]: ...
 
 # Whether memory to write to shares nothing with other such memory, nor with memory to read.
-def are_apart(written: Sequence[_Bytes], read: Sequence[_Bytes]) -> bool: ...
+def are_apart(written: Sequence[Views], read: Sequence[Views]) -> bool: ...
 def needs_no_plan(src: _Bytes, code: int, shape: Sequence[int], level: int) -> bool: ...
 def cut_tensor(unit_nbytes: int, split: int, nbytes: int, chunk_nbytes: int) -> Geometry: ...
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
+    from packhorse._core import Views
     from packhorse.codecs.base import ByteArray
     from packhorse.frame import Frame
 
@@ -100,6 +101,23 @@ class Framework(Protocol):
         Raises:
             ValueError: the target may not be written to.
         """
+
+    def views(self, tensors: Sequence[Any]) -> Views:
+        """Where tensors lie, for the core. A tensor of whose memory `readable` would make a copy,
+        or that it does not accept, is unknown, and so may be others."""
+
+    def empty_all(
+        self, forms: Sequence[tuple[str, tuple[int, ...]]], numbers: Sequence[int]
+    ) -> list[Any]:
+        """New tensors of undefined content in host memory, each with memory of its own.
+
+        Args:
+            forms: dtypes and shapes that `check_form` accepts.
+            numbers: which of these each tensor has.
+        """
+
+    def mark_all_written(self, tensors: Sequence[Any]) -> None:
+        """`mark_written` for many tensors."""
 
     def memory(self, tensor: Any) -> ByteArray | None:
         """A tensor's bytes, for writing, if they lie in host memory in C order. Otherwise None, and

@@ -16,6 +16,8 @@ import ml_dtypes
 import numpy as np
 from numpy.ma import MaskedArray  # now, because NumPy would import it late (late_import.py)
 
+from packhorse import _core
+from packhorse._core import Views
 from packhorse.bits import pack_bits, unpack_bits_into
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.base_files import BaseLike
@@ -81,6 +83,7 @@ _SUB_BYTE = {
 }
 # Dtypes, in the byte order of this machine, whose elements have no gaps between them.
 _PLAIN_NAMES = {dtype: name for dtype, name in _NAMES.items() if dtype not in _SUB_BYTE}
+_PLAIN_CODES = {dtype: DTYPE_BY_NAME[name].code for dtype, name in _PLAIN_NAMES.items()}
 
 
 class NumpyFramework:
@@ -184,6 +187,18 @@ class NumpyFramework:
         """
         target[...] = source
 
+    def views(self, tensors: Sequence[Any]) -> Views:
+        """Where arrays lie; unknown for subclasses and for arrays that are not contiguous, not in
+        native byte order or with gaps between elements."""
+        return _core.views_of_arrays(list(tensors), np.ndarray, _PLAIN_CODES)
+
+    def empty_all(
+        self, forms: Sequence[tuple[str, tuple[int, ...]]], numbers: Sequence[int]
+    ) -> list[np.ndarray[Any, Any]]:
+        """New arrays of undefined content."""
+        made = [(shape, _DTYPES[dtype]) for dtype, shape in forms]
+        return [np.empty(*made[k]) for k in numbers]
+
     def memory(self, tensor: np.ndarray[Any, Any]) -> ByteArray | None:
         """The bytes of an array to write to, if it is contiguous, writable, in native byte order
         and without gaps between elements; otherwise None."""
@@ -193,6 +208,9 @@ class NumpyFramework:
 
     def mark_written(self, tensor: np.ndarray[Any, Any]) -> None:
         """Does nothing: NumPy keeps no record of writes."""
+
+    def mark_all_written(self, tensors: Sequence[np.ndarray[Any, Any]]) -> None:
+        """Does nothing, as `mark_written`."""
 
     def write_count(self, tensor: np.ndarray[Any, Any]) -> int | None:
         """None: NumPy keeps no record of writes."""
@@ -529,15 +547,9 @@ def save_file(
     """
     header, buffers = lay_out(tensor_dict, FRAMEWORK, metadata)
     write_packed(
-        filename,
-        header,
-        buffers,
-        level=level,
-        threads=threads,
-        force=True,
-        base=base,
+        filename, header, buffers, level=level, threads=threads, force=True, base=base,
         storage_options=storage_options,
-    )
+    )  # fmt: skip
 
 
 def load_file(
@@ -579,13 +591,8 @@ def load_file(
         (512, 64)
     """
     with PackedFile(
-        filename,
-        FRAMEWORK,
-        threads=threads,
-        max_nbytes=max_nbytes,
-        base=base,
-        backend=backend,
+        filename, FRAMEWORK, threads=threads, max_nbytes=max_nbytes, base=base, backend=backend,
         storage_options=storage_options,
-    ) as file:
+    ) as file:  # fmt: skip
         tensors = file.get_tensors()
         return {name: tensors[name] for name in file.keys()}  # noqa: SIM118 - not a dict

@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 
+from packhorse import _core
+from packhorse._core import Views
 from packhorse.codecs.base import ByteArray
 from packhorse.errors import CompatibilityError
 from packhorse.frame import Frame
 from packhorse.framework import frame_decoder
+from packhorse.layout import DTYPE_BY_NAME
 from packhorse.torch_dtypes import NAMES, PAIR_DTYPES, TORCH_DTYPES
 
 __all__ = ["FRAMEWORK", "TorchFramework", "extent_of"]
@@ -18,6 +21,10 @@ __all__ = ["FRAMEWORK", "TorchFramework", "extent_of"]
 
 # Types of tensors that do nothing that PyTorch's own tensors do not.
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+# What PyTorch offers for finding out where tensors lie, from 2.9 on.
+_EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+# Without C64, because such a tensor may be conjugated.
+_CODES = {dtype: DTYPE_BY_NAME[name].code for dtype, name in NAMES.items() if not dtype.is_complex}
 
 
 class TorchFramework:
@@ -179,6 +186,48 @@ class TorchFramework:
         except RuntimeError as error:
             raise ValueError(f"the tensor cannot be written to: {error}") from error
 
+    def views(self, tensors: Sequence[Any]) -> Views:
+        """Where tensors lie; unknown for those of subclasses, not contiguous or not in host memory,
+        and for all where PyTorch does not tell (before 2.9)."""
+        if _EXCHANGE is None:
+            return self._views_one_by_one(tensors)
+        return _core.views_of_tensors(
+            list(tensors), _PLAIN_TYPES, _EXCHANGE, _CODES, torch.Tensor.is_neg
+        )
+
+    def _views_one_by_one(self, tensors: Sequence[Any]) -> Views:
+        buffers: list[ByteArray | None] = []
+        codes, shapes = [], []
+        for tensor in tensors:
+            is_plain = type(tensor) in _PLAIN_TYPES and tensor.dtype in NAMES
+            is_plain = is_plain and not tensor.is_meta and self.is_readable_in_place(tensor)
+            is_plain = is_plain and self.why_unreadable(tensor) is None
+            buffers.append(_bytes_of(tensor) if is_plain else None)
+            codes.append(DTYPE_BY_NAME[NAMES[tensor.dtype]].code if is_plain else 0)
+            shapes.append(tuple(tensor.shape) if is_plain else ())
+        return _core.views_of_buffers(buffers, codes, shapes)
+
+    def empty_all(
+        self, forms: Sequence[tuple[str, tuple[int, ...]]], numbers: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """New tensors in host memory, of undefined content.
+
+        Raises:
+            MemoryError: there is not enough memory for one.
+        """
+        firsts: list[torch.Tensor | None] = [None] * len(forms)
+        tensors = []
+        try:
+            for k in numbers:
+                first = firsts[k]
+                # This takes half the time of `torch.empty`.
+                tensor = self.empty(*forms[k]) if first is None else torch.empty_like(first)
+                firsts[k] = tensor
+                tensors.append(tensor)
+        except RuntimeError as error:  # as in `empty`
+            raise MemoryError(f"no memory for the tensors: {error}") from error
+        return tensors
+
     def memory(self, tensor: torch.Tensor) -> ByteArray | None:
         """The bytes of a tensor to write to, if it is contiguous in host memory; otherwise None."""
         if not tensor.is_cpu or not tensor.is_contiguous():
@@ -188,6 +237,10 @@ class TorchFramework:
     def mark_written(self, tensor: torch.Tensor) -> None:
         """Increment the tensor's version, so that autograd notices if it needed the old values."""
         torch.autograd.graph.increment_version(tensor)
+
+    def mark_all_written(self, tensors: Sequence[torch.Tensor]) -> None:
+        """`mark_written` for many tensors."""
+        torch.autograd.graph.increment_version(tensors)
 
     def write_count(self, tensor: torch.Tensor) -> int | None:
         """The tensor's version, which autograd counts; None for a tensor of inference mode."""

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from packhorse import _core
 from packhorse.disk.base_files import BaseLike
 from packhorse.disk.container import check_tensors, lay_out, write_packed
 from packhorse.disk.packed_file import PackedFile
@@ -185,6 +186,9 @@ def refuse_shared(tensors: Mapping[str, torch.Tensor]) -> None:
     Raises:
         RuntimeError: some share memory; the message names them.
     """
+    views = FRAMEWORK.views(list(tensors.values()))
+    if not views.unknown() and _core.are_apart([views], []):
+        return
     groups = [sorted(group) for group in _groups(tensors) if len(group) > 1]
     if groups:
         raise RuntimeError(

@@ -22,7 +22,13 @@ from packhorse.errors import (
 from packhorse.layout import DTYPE_BY_NAME
 from packhorse.numpy import FRAMEWORK as NUMPY
 from packhorse.numpy import save_file
-from packhorse.storage.safetensors_header import parse_file_header, parse_header
+from packhorse.storage import safetensors_header
+from packhorse.storage.safetensors_header import (
+    FileHeader,
+    build_header,
+    parse_file_header,
+    parse_header,
+)
 
 ONE = '"dtype":"U8","shape":[1],"data_offsets":[0,1]'
 
@@ -387,3 +393,60 @@ def test_wrong_options_are_refused_before_work_starts(tmp_path, options, error):
     with pytest.raises(error, match=r"level|threads"):
         pack_file(tmp_path / "a", tmp_path / "out", **options)
     assert not leftovers(tmp_path, "a")
+
+
+# What a saver never writes, or writes in another way: replacements in a header that it wrote.
+OTHER_TEXTS = (
+    (b",", b", "), (b"{", b"{ "), (b"F32", b"F\\u0033\\u0032"), (b"F32", b"F33"), (b"F32", b"BF16"),
+    (b'"dtype":"F32",', b""), (b"[4,2]", b"[4,3]"), (b"[4,2]", b"[08]"), (b"[4,2]", b"[-8]"),
+    (b"[4,2]", b"[8.0]"), (b"[4,2]", b"[,8]"), (b"[4,2]", b"[8,]"), (b"[4,2]", b"8"),
+    (b"[4,2]", b"[]"),
+    (b"[4,2]", b"[" + b"1," * 65 + b"8]"), (b"[4,2]", b"[9223372036854775808]"),
+    (b"[0,32]", b"[32,0]"),
+    (b"[0,32]", b"[0,33]"), (b"[0,32]", b"[1,33]"), (b"[0,32]", b"[0,32,32]"), (b'"a"', b'"b"'),
+    (b'"a"', b'"a\\n"'), (b'"a"', b'"a\n"'), (b'"a"', b'"\xff"'), (b'"a"', b'"\xed\xa0\x80"'),
+    (b"}}", b"},}"), (b"}}", b"}}}"), (b"}}", b"}"), (b"}}", b"}}\0"),
+    (b"}}", b"}}\n"), (b":{", b":["),
+    (b'"v"', b"1"), (b'"v"', b"{}"), (b'"v"', b'"v","k":"w"'),
+    (b'"v"', b'"}"'), (b'"v"', b'"\\"}"'),
+    (b'"__metadata__"', b'"m"'), (b'"a"', b'"__metadata__"'), (b'{"k":"v"}', b"null"),
+    (b'{"k":"v"}', b"{}"), (b'{"k":"v"}', b"{"), (b'"v"', b'"v\\'),
+)  # fmt: skip
+
+
+def test_a_header_is_read_in_the_same_way_however_it_is_written() -> None:
+    """The core reads headers as savers write them, Python all others, and both find the same."""
+    shapes = {
+        "a": ("F32", (4, 2)),
+        "b": ("BF16", (0, 3)),
+        "\N{GREEK SMALL LETTER ALPHA}": ("U8", ()),
+    }
+    text = build_header(shapes, {"k": "v"}).text
+    usual = safetensors_header._usual_header(text)
+    assert usual is not None
+    assert usual == safetensors_header._any_header(text, "")
+    assert parse_header(b"{}", label="") == FileHeader(b"{}", (), None)
+    n_usual = 0
+    for old, new in OTHER_TEXTS:
+        assert old in text
+        for changed in (text.replace(old, new), text.replace(old, new, 1)):
+            found = safetensors_header._usual_header(changed)
+            n_usual += found is not None
+            if found is not None:
+                assert found == safetensors_header._any_header(changed, ""), changed
+    assert n_usual >= 3
+    for n in range(len(text.rstrip())):
+        assert safetensors_header._usual_header(text[:n]) is None
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_a_header_with_flipped_bytes_is_read_in_the_same_way(data: st.DataObject) -> None:
+    shapes = {"a": ("F32", (4, 2)), "b": ("BF16", (0, 3)), "c": ("F4", (8,))}
+    text = bytearray(build_header(shapes, {"k": "v"}).text)
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(text) - 1))
+        text[at] = data.draw(st.sampled_from(b'{}[]",:0123456789\\ abkv_\x00\xff'))
+    found = safetensors_header._usual_header(bytes(text))
+    if found is not None:
+        assert found == safetensors_header._any_header(bytes(text), "")

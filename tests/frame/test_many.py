@@ -3,18 +3,26 @@ code path, and errors name the tensor."""
 
 from __future__ import annotations
 
+import pickle
+
+import ml_dtypes
 import numpy as np
 import pytest
+import torch
 import xxhash
 from codec_battery import FLOATS, ISAS, forced, make_data, second_moment, tensor_shape
 from real_model import real_tensors
 
 import packhorse.numpy
+import packhorse.torch
 from packhorse import _core
+from packhorse.codecs.base import ByteArray
 from packhorse.errors import CorruptionError
 from packhorse.frame import Frame, compress_buffer, plan_buffer
 from packhorse.frame.many import PackJob, UnpackJob, compress_many, decompress_many
+from packhorse.frame.verbs import read_frames
 from packhorse.layout import (
+    DTYPE_BY_CODE,
     DTYPE_BY_NAME,
     DTYPES,
     FIRST_STREAM,
@@ -112,23 +120,128 @@ def test_the_look_while_encoding_is_the_glance() -> None:
             for n in (1, 2, 63, 384, 1023, 1024, 4095, 4096, 4097):
                 src = np.frombuffer(make_data(kind, dtype, n), np.uint8)
                 for level in (Level.FAST, Level.DEFAULT):
-                    room = np.empty(src.size + 4096, np.uint8)
-                    (length,) = _core.pack_frames([src], [code], [(n,)], [room], level, 1)
+                    views = _core.views_of_buffers([src], [code], [(n,)])
+                    (frame,) = _core.pack_views(views, None, None, level, 1)
                     needs_none = _core.needs_no_plan(src, code, (n,), level)
-                    assert (length > 0) == needs_none, (dtype, kind, n)
+                    assert (frame is not None) == needs_none, (dtype, kind, n)
                     found.add(needs_none)
     assert found == {True, False}
 
 
 def test_memory_is_apart_or_not() -> None:
+    def are_apart(written: list[ByteArray], *read: list[ByteArray]) -> bool:
+        views = [_core.views_of_buffers(buffers, [], []) for buffers in (written, *read)]
+        return _core.are_apart(views[:1], views[1:])
+
     memory = np.zeros(100, np.uint8)
     parts = [memory[at : at + 10] for at in range(0, 100, 10)]
-    assert _core.are_apart(parts, [])
-    assert _core.are_apart(parts[:5], [*parts[5:], memory[50:], memory[60:60]])
-    assert not _core.are_apart(parts[:5], [memory[49:]])
-    assert not _core.are_apart([memory, parts[9]], [])
-    assert _core.are_apart([parts[3]], [memory[:30], memory[:20], parts[4]])
-    assert not _core.are_apart([parts[3]], [memory, memory[:5]])
+    assert are_apart(parts)
+    assert are_apart(parts[:5], [*parts[5:], memory[50:], memory[60:60]])
+    assert are_apart(parts[:5], parts[5:], [memory[50:], memory[60:60]])
+    assert not are_apart(parts[:5], [memory[49:]])
+    assert not are_apart(parts[:5], [], [memory[49:]])
+    assert not are_apart([memory, parts[9]])
+    assert are_apart([parts[3]], [memory[:30], memory[:20], parts[4]])
+    assert not are_apart([parts[3]], [memory, memory[:5]])
+
+
+def test_short_frames_are_moved_together() -> None:
+    memory = np.arange(100, dtype=np.uint8)
+    pieces = _core.close_gaps(memory, [20, 10, 30, 40], [5, 3, 25, 4], 10)
+    assert pieces == [(0, 8), (30, 59)]
+    assert memory[:8].tolist() == [0, 1, 2, 3, 4, 20, 21, 22]
+    assert memory[30:59].tolist() == [*range(30, 55), 60, 61, 62, 63]
+    assert _core.close_gaps(memory, [], [], 10) == []
+    for rooms, lengths in (([20, 81], [20, 81]), ([20], [21]), ([20], [20, 20])):
+        with pytest.raises(ValueError, match=r"a frame lies elsewhere|needs a room"):
+            _core.close_gaps(memory, rooms, lengths, 10)
+
+
+def test_the_core_knows_where_plain_arrays_lie() -> None:
+    plain = np.arange(24, dtype=np.float32).reshape(4, 6)
+    read_only = plain.copy()
+    read_only.flags.writeable = False
+    known = [plain, plain[1:3], plain[:0], np.array(3.0, np.float16), read_only]
+    known += [np.zeros(5, ml_dtypes.bfloat16), np.zeros(3, bool), np.zeros(2, np.complex64)]
+    unknown = [
+        plain.T, plain[:, :3], plain.astype(">f4"), np.zeros(4, ml_dtypes.float4_e2m1fn),
+        np.zeros(2, "U3"), np.zeros(2, object), np.ma.array(plain), plain.view(np.recarray), [1.0],
+    ]  # fmt: skip
+    views = packhorse.numpy.FRAMEWORK.views([*known, *unknown])
+    assert views.unknown() == list(range(len(known), len(known) + len(unknown)))
+    assert [views.nbytes(i) for i in range(len(known))] == [array.nbytes for array in known]
+    forms, numbers = _core.forms_of_views(views.part(range(len(known))))
+    described = [(DTYPE_BY_CODE[forms[k][0]].name, forms[k][1]) for k in numbers]
+    assert described == [packhorse.numpy.FRAMEWORK.describe(array) for array in known]
+    frames = packhorse.numpy.compress_all([plain, plain[1:3]])
+    assert _core.misfits([frame.opened for frame in frames], views.part([0, 0])) == [1]
+    assert _core.misfits([frames[0].opened], views.part([4])) == [0]  # read-only
+    views.forget(0)
+    assert 0 in views.unknown()
+    with pytest.raises(ValueError, match="no such tensor"):
+        views.part([100])
+
+
+@pytest.mark.parametrize("has_exchange", [True, False])
+def test_the_core_knows_where_plain_tensors_lie(
+    has_exchange: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_exchange:  # as in PyTorch before 2.9
+        monkeypatch.setattr("packhorse.torch_framework._EXCHANGE", None)
+    plain = torch.arange(24.0).reshape(4, 6)
+    half = torch.zeros(3, dtype=torch.complex64).conj()
+    known = [plain, plain[1:3], plain[:0], torch.tensor(3.0), torch.nn.Parameter(plain)]
+    known += [plain.to(dtype) for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.int64)]
+    known.append(torch.zeros(5, dtype=torch.bool))
+    unknown = [
+        plain.T, plain[:, :3], torch._neg_view(plain), half, half.imag, plain.to_sparse(),
+        torch.empty(3, device="meta"), torch.zeros(1).expand(4), "no",
+        torch.empty(4, dtype=torch.uint4),
+    ]  # fmt: skip
+    views = packhorse.torch.FRAMEWORK.views([*known, *unknown])
+    assert views.unknown() == list(range(len(known), len(known) + len(unknown)))
+    forms, numbers = _core.forms_of_views(views.part(range(len(known))))
+    described = [(DTYPE_BY_CODE[forms[k][0]].name, forms[k][1]) for k in numbers]
+    assert described == [packhorse.torch.FRAMEWORK.describe(tensor) for tensor in known]
+    frames = packhorse.torch.compress_all([*known, *unknown[:5]])
+    outs = [torch.empty_like(tensor) for tensor in known]
+    versions = [out._version for out in outs]
+    packhorse.torch.decompress_all(frames[: len(known)], outs=outs)
+    for tensor, out, version in zip(known, outs, versions, strict=True):
+        assert torch.equal(tensor.reshape(-1).view(torch.uint8), out.reshape(-1).view(torch.uint8))
+        assert out._version > version
+    for tensor, again in zip(unknown[:5], packhorse.torch.decompress_all(frames[-5:]), strict=True):
+        assert torch.equal(tensor.resolve_conj().resolve_neg(), again)
+
+
+def test_new_frames_and_tensors_have_memory_of_their_own() -> None:
+    arrays = [np.full(400, i, np.float32) for i in range(9)] + [np.zeros(1 << 20, np.float32)]
+    frames = packhorse.numpy.compress_all(arrays)
+    for frame in frames[:9]:
+        assert len(frame.buffer()) == frame.nbytes == len(frame.opened.memory)
+        assert frame.buffer().readonly
+        assert not frame.data.flags.writeable
+    again = packhorse.numpy.decompress_all(frames)
+    assert all(array.flags.owndata and array.flags.writeable for array in again)
+    tensors = packhorse.torch.decompress_all(frames)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in tensors)
+    for frame, same in zip(frames, pickle.loads(pickle.dumps(frames)), strict=True):
+        assert frame.to_bytes() == same.to_bytes()
+
+
+def test_frames_in_memory_that_could_be_resized_are_held() -> None:
+    array = np.linspace(0, 1, 999, dtype=np.float32)
+    data = bytearray(packhorse.numpy.compress(array).to_bytes())
+    (frame,) = read_frames([data], None)
+    with pytest.raises(BufferError):
+        data.clear()
+    assert np.array_equal(packhorse.numpy.decompress(frame), array)
+    (frame,) = read_frames([np.frombuffer(data, np.uint8).reshape(2, -1)], None)
+    assert frame.buffer() == bytes(data)
+    wide = np.frombuffer(data, np.uint32)  # not a buffer of bytes by its format
+    for given in (data, memoryview(data), np.frombuffer(data, np.uint8), wide):
+        assert np.array_equal(packhorse.numpy.decompress_all([given])[0], array)
 
 
 def test_a_bad_frame_among_many_is_named() -> None:

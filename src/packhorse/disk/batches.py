@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
+from packhorse import _core
+from packhorse._core import Views
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.base_files import Bases, BaseTensor
 from packhorse.disk.folder_index import plain_name
 from packhorse.disk.results import Progress, TensorResult
-from packhorse.frame import Frame, max_frame_nbytes
-from packhorse.frame.many import PackJob, compress_many
-from packhorse.layout import Level
+from packhorse.frame import max_frame_nbytes
+from packhorse.frame.many import PackJob, compress_in_rooms, compress_many
+from packhorse.layout import DTYPE_BY_NAME, Level
 from packhorse.storage.locations import Place
 from packhorse.storage.output_file import PLACING_NBYTES, placed
 from packhorse.storage.safetensors_header import FileHeader, TensorEntry
@@ -27,10 +29,12 @@ from packhorse.threads import batches, one_ahead
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["AHEAD_NBYTES", "Coder", "Sink", "tensor_result", "write_frames"]
+__all__ = ["AHEAD_NBYTES", "Coder", "Listed", "Sink", "tensor_result", "write_frames"]
 
 # A batch is packed while the one before is written if they need no more memory together.
 AHEAD_NBYTES = 1 << 29
+# A shorter frame is moved to the end of the one before it, so that both are written as one piece.
+_MOVED_NBYTES = 1 << 14
 
 
 class Sink(Protocol):
@@ -82,6 +86,38 @@ class Coder:
         return (None, None) if base is None else (base.read(threads), base.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """Tensors that the core knows: their bytes, in the order of a file.
+
+    Attributes:
+        views: where they lie, in another order.
+        order: the number of each tensor there.
+        read: the bytes of a tensor, by its number.
+    """
+
+    views: Views
+    order: list[int]
+    read: Callable[[int], ByteArray]
+
+    def __iter__(self) -> Iterator[ByteArray]:
+        return map(self.read, self.order)
+
+
+class _Batch(NamedTuple):
+    """Frames that are packed.
+
+    Attributes:
+        pieces: their bytes.
+        sizes: the length of each.
+        base_hashes: the content hash of the base that each needs; None for none.
+    """
+
+    pieces: list[ByteArray]
+    sizes: list[int]
+    base_hashes: list[bytes | None]
+
+
 def write_frames(
     sink: Sink, all_entries: Sequence[TensorEntry], buffers: Iterable[Buffer], coder: Coder
 ) -> tuple[TensorResult, ...]:
@@ -100,19 +136,18 @@ def write_frames(
     packed = _packed_batches(all_entries, buffers, sink.nbytes, coder)
     nbytes = sum([entry.nbytes for entry in all_entries])
     with closing(one_ahead(packed, nbytes)) as batches_of_frames:
-        for frames in batches_of_frames:
-            sink.write_all([frame.buffer() for frame in frames])
-            entries = all_entries[len(tensors) : len(tensors) + len(frames)]
-            for entry, frame in zip(entries, frames, strict=True):
-                tensors.append(tensor_result(entry, frame.nbytes, frame.base_hash))
-            if frames:
+        for pieces, sizes, base_hashes in batches_of_frames:
+            sink.write_all(pieces)
+            entries = all_entries[len(tensors) : len(tensors) + len(sizes)]
+            tensors += map(tensor_result, entries, sizes, base_hashes)
+            if sizes:
                 coder.progress(sum([entry.nbytes for entry in entries]))
     return tuple(tensors)
 
 
 def _packed_batches(
     all_entries: Sequence[TensorEntry], buffers: Iterable[Buffer], offset: int, coder: Coder
-) -> Iterator[list[Frame]]:
+) -> Iterator[_Batch]:
     """The frames of all tensors, batch by batch. A batch lies in one of two buffers, at a place
     that suits its offset in the file. If it and the batch before take too much memory together, it
     is packed when that one is written: an empty batch comes between them."""
@@ -129,32 +164,61 @@ def _packed_batches(
     number = 0
     for run, is_ahead in zip(runs, [False, *both], strict=False):
         if not is_ahead and run.start:
-            yield []
+            yield _Batch([], [], [])
         number = 1 - number if is_ahead else 0
         out = placed(memory[number], offset)
-        entries = all_entries[run.start : run.stop]
-        frames = _pack_batch(entries, rooms[run.start : run.stop], source, out, coder)
-        offset += sum([frame.nbytes for frame in frames])
-        yield frames
+        batch = _pack_batch(
+            all_entries[run.start : run.stop],
+            rooms[run.start : run.stop],
+            # Nothing else refers to what is taken, so it is released with the batch.
+            _part(buffers, run) if isinstance(buffers, Listed) else list(islice(source, len(run))),
+            out,
+            coder,
+        )
+        offset += sum(batch.sizes)
+        yield batch
+
+
+def _part(tensors: Listed, run: range) -> Listed:
+    part = tensors.order[run.start : run.stop]
+    return Listed(tensors.views.part(part), part, tensors.read)
 
 
 def _pack_batch(
     entries: Sequence[TensorEntry],
     rooms: Sequence[int],
-    source: Iterator[Buffer],
+    tensors: Listed | list[Buffer],
     out: ByteArray,
     coder: Coder,
-) -> list[Frame]:
-    """Frames of the next tensors of `source`, each in its own room in `out`."""
-    buffers = list(islice(source, len(entries)))
+) -> _Batch:
+    """Frames of tensors, each in its own room in `out`."""
     ends = list(accumulate(rooms))
-    jobs = []
-    for i, entry in enumerate(entries):
+
+    def job_of(i: int) -> PackJob:
+        entry = entries[i]
         base, base_dtype = coder.base_of(entry, coder.threads)
+        data = tensors.read(tensors.order[i]) if isinstance(tensors, Listed) else tensors[i]
         room = out[ends[i] - rooms[i] : ends[i]]
         name = shortened(entry.name)
-        jobs.append(PackJob(buffers[i], entry.dtype, entry.shape, room, name, base, base_dtype))
-    return compress_many(jobs, level=coder.level, threads=coder.threads)
+        return PackJob(data, entry.dtype, entry.shape, room, name, base, base_dtype)
+
+    if coder.bases:
+        jobs = [job_of(i) for i in range(len(entries))]
+        frames = compress_many(jobs, level=coder.level, threads=coder.threads)
+        sizes = [frame.nbytes for frame in frames]
+        return _Batch([frame.data for frame in frames], sizes, [f.base_hash for f in frames])
+    if isinstance(tensors, Listed):
+        views = tensors.views
+    else:
+        views = _core.views_of_buffers(
+            tensors,
+            [DTYPE_BY_NAME[entry.dtype].code for entry in entries],
+            [entry.shape for entry in entries],
+        )
+    sizes = compress_in_rooms(views, rooms, out, job_of, coder.level, coder.threads)
+    places = _core.close_gaps(out, rooms, sizes, _MOVED_NBYTES)
+    pieces = [out[start:stop] for start, stop in places]
+    return _Batch(pieces, sizes, [None] * len(sizes))
 
 
 def tensor_result(entry: TensorEntry, packed_nbytes: int, base_hash: bytes | None) -> TensorResult:

@@ -24,6 +24,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from packhorse import _core
+from packhorse._core import Views
 from packhorse.arguments import resolve_level, resolve_threads
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.base_files import (
@@ -32,7 +34,7 @@ from packhorse.disk.base_files import (
     open_bases,
     place_base,
 )
-from packhorse.disk.batches import Coder, Sink, write_frames
+from packhorse.disk.batches import Coder, Listed, Sink, write_frames
 from packhorse.disk.packed_header import (
     PrefixWriter,
     is_packed,
@@ -42,7 +44,7 @@ from packhorse.disk.results import FileResult, Progress, TensorPlan, TensorResul
 from packhorse.errors import CorruptionError, blaming
 from packhorse.frame import plan_buffer
 from packhorse.framework import Framework
-from packhorse.layout import Level
+from packhorse.layout import DTYPE_BY_CODE, Level
 from packhorse.storage.locations import Place, open_place, writing
 from packhorse.storage.safetensors_header import FileHeader, TensorEntry, build_header
 from packhorse.storage.source import header_at, open_source
@@ -338,28 +340,48 @@ def check_tensors(tensors: Mapping[str, Any], framework: Framework) -> None:
             framework, or safetensors does not have its dtype. The message names the tensor.
         ValueError: its elements do not take a whole number of bytes.
     """
+    _checked_views(tensors, framework)
+
+
+def _checked_views(tensors: Mapping[str, Any], framework: Framework) -> Views:
+    """Where tensors lie, which are as `check_tensors` wants them."""
     if not isinstance(tensors, Mapping):
         raise TypeError(f"a dict of tensors by name is needed, not {type(tensors).__name__}")
-    for name, tensor in tensors.items():
+    for name in tensors:
         if not isinstance(name, str):
             raise TypeError(f"a tensor's name must be a string, not {name!r}")
-        with blaming(f"tensor {shown(name)}", (TypeError, ValueError)):
-            framework.describe(tensor)
+    views = framework.views(list(tensors.values()))
+    if unknown := set(views.unknown()):
+        for i, (name, tensor) in enumerate(tensors.items()):
+            if i in unknown:
+                with blaming(f"tensor {shown(name)}", (TypeError, ValueError)):
+                    framework.describe(tensor)
+    return views
 
 
 def lay_out(
     tensors: Mapping[str, Any], framework: Framework, metadata: Mapping[str, str] | None
-) -> tuple[FileHeader, Iterator[ByteArray]]:
+) -> tuple[FileHeader, Iterable[ByteArray]]:
     """The header of a file with these tensors, and their bytes in the header's order: the arguments
     of `write_packed` and `pack_tensors`.
 
     Raises:
         TypeError: as for `check_tensors`, or `metadata` is not a mapping of strings to strings.
     """
-    check_tensors(tensors, framework)
-    parts = {name: framework.readable(tensor) for name, tensor in tensors.items()}
-    header = build_header({name: part[1:] for name, part in parts.items()}, metadata)
-    return header, (parts[entry.name][0] for entry in header.entries)
+    views = _checked_views(tensors, framework)
+    if views.unknown():
+        parts = {name: framework.readable(tensor) for name, tensor in tensors.items()}
+        header = build_header({name: part[1:] for name, part in parts.items()}, metadata)
+        return header, (parts[entry.name][0] for entry in header.entries)
+    forms, numbers = _core.forms_of_views(views)
+    named = [(DTYPE_BY_CODE[code].name, shape) for code, shape in forms]
+    names = list(tensors)
+    header = build_header(
+        {name: named[k] for name, k in zip(names, numbers, strict=True)}, metadata
+    )
+    places = {name: i for i, name in enumerate(names)}
+    order = [places[entry.name] for entry in header.entries]
+    return header, Listed(views, order, lambda i: framework.readable(tensors[names[i]])[0])
 
 
 def pack_tensors(

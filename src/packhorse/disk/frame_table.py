@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from packhorse import _core
+from packhorse._core import OpenFrame
 from packhorse.arguments import resolve_threads
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.base_files import Bases, Lender
@@ -30,7 +32,6 @@ from packhorse.disk.packed_header import PackedHeader
 from packhorse.disk.tensor_table import TensorTable
 from packhorse.errors import CorruptionError
 from packhorse.frame import Frame
-from packhorse.frame.many import UnpackJob, decompress_many
 from packhorse.framework import Framework
 from packhorse.storage.safetensors_header import TensorEntry
 from packhorse.storage.strict_json import shown
@@ -181,35 +182,53 @@ class FrameTable(TensorTable):
             return self.framework.decode_on(frames, self.device, self._threads)
 
     def _decode_all(self, entries: Sequence[TensorEntry], frames: Mapping[str, Frame]) -> list[Any]:
-        """Decode whole tensors to host memory. Those that have no base are decoded in one call."""
-        tensors: dict[str, Any] = {}
-        jobs: list[UnpackJob] = []
-        opened: dict[str, Frame] = {}
-        for entry in entries:
-            self.check_limit(entry.name, entry.nbytes)
-            frame = opened[entry.name] = frames.get(entry.name) or self.frame(entry.name)
-            if frame.base_hash is not None:
-                continue
-            tensor = self.new_tensor(entry, entry.shape)
-            memory = self.framework.memory(tensor)
-            if memory is not None:
-                tensors[entry.name] = tensor
-                jobs.append(UnpackJob(frame, memory))
+        """Decode whole tensors to host memory. Those that need nothing else are decoded in one
+        call."""
+        if self.max_nbytes is not None:
+            for entry in entries:
+                self.check_limit(entry.name, entry.nbytes)
+        opened = self._open_all(entries, frames)
+        found: dict[str, Any] = {}
+        together = [i for i, frame in enumerate(opened) if frame.stands_alone]
+        tensors = self.new_tensors([entries[i] for i in together])
+        views = self.framework.views(tensors)
         try:
-            with self.blaming():
-                decompress_many(jobs, threads=self._threads)
+            status, bad, chunk, left = _core.unpack_to_views(
+                [opened[i] for i in together], views, self._threads
+            )
         finally:
-            for tensor in tensors.values():
-                self.framework.mark_written(tensor)
-        rest = [entry for entry in entries if entry.name not in tensors]
+            self.framework.mark_all_written(tensors)
+        if status:
+            frame = self._opened_frame(entries[together[bad]], frames)
+            with self.blaming():
+                raise frame.chunk_error(chunk, status)
+        self.content.settle(has_failed=False)
+        is_left = set(left)
+        for k, tensor in enumerate(tensors):
+            if k not in is_left:
+                found[entries[together[k]].name] = tensor
+        rest = [entry for entry in entries if entry.name not in found]
 
         def decode(i: int, threads: int) -> Any:
             name, shape, nbytes = rest[i].name, rest[i].shape, rest[i].nbytes
-            return self.decode(name, shape, 0, nbytes, threads, opened[name])
+            frame = self._opened_frame(rest[i], frames)
+            return self.decode(name, shape, 0, nbytes, threads, frame)
 
         decoded = map_tensors(decode, [entry.nbytes for entry in rest], self._threads)
-        tensors.update(zip([entry.name for entry in rest], decoded, strict=True))
-        return [tensors[entry.name] for entry in entries]
+        found.update(zip([entry.name for entry in rest], decoded, strict=True))
+        return [found[entry.name] for entry in entries]
+
+    def _open_all(
+        self, entries: Sequence[TensorEntry], frames: Mapping[str, Frame]
+    ) -> list[OpenFrame]:
+        """The frames of tensors, in the core's form."""
+        opened = [] if frames else self._frames.open_all(entries)
+        for entry in entries[len(opened) :]:
+            opened.append(self._opened_frame(entry, frames).opened)
+        return opened
+
+    def _opened_frame(self, entry: TensorEntry, frames: Mapping[str, Frame]) -> Frame:
+        return frames.get(entry.name) or self.frame(entry.name)
 
 
 def _decode_against(

@@ -12,10 +12,13 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
+from packhorse import _core
+from packhorse._core import OpenFrame
 from packhorse.disk.lazy_bytes import MappedBytes, RemoteBytes
 from packhorse.disk.packed_frames import open_frame, peek_nbytes, sketch_frames
 from packhorse.disk.packed_header import PackedHeader
 from packhorse.frame import Frame
+from packhorse.layout import DTYPE_BY_NAME
 from packhorse.storage.remote_source import Blocks
 from packhorse.storage.safetensors_header import TensorEntry
 from packhorse.threads import batches
@@ -31,6 +34,10 @@ class LazyFrames(Protocol):
     def part(self, entry: TensorEntry, start: int, stop: int) -> Frame:
         """The frame of a tensor, with all bytes that decoding bytes `start` to `stop` of the tensor
         needs. Its header is checked."""
+
+    def open_all(self, entries: Sequence[TensorEntry]) -> list[OpenFrame]:
+        """The frames of the first tensors, in the core's form, as far as they are at hand, and
+        right."""
 
     def outlines(self, entries: Sequence[TensorEntry]) -> Iterator[Frame]:
         """The frames of tensors, with their headers checked; their payload may be zeros."""
@@ -65,6 +72,17 @@ class _MappedFrames:
             self._frames[entry.name] = frame  # two threads may both come here, with equal frames
         return frame
 
+    def open_all(self, entries: Sequence[TensorEntry]) -> list[OpenFrame]:
+        frames = [self._packed.frames[entry.name] for entry in entries]
+        offset = self._packed.packed.data_offset
+        return _core.open_frames(
+            self._data,
+            [offset + frame.start for frame in frames],
+            [frame.nbytes for frame in frames],
+            [DTYPE_BY_NAME[entry.dtype].code for entry in entries],
+            [entry.shape for entry in entries],
+        )
+
     def outlines(self, entries: Sequence[TensorEntry]) -> Iterator[Frame]:
         return (self.part(entry, 0, 0) for entry in entries)
 
@@ -97,6 +115,9 @@ class _RemoteFrames:
 
     def _place(self, entry: TensorEntry) -> tuple[int, int]:
         return self._packed.frame_offset(entry.name), self._packed.frames[entry.name].nbytes
+
+    def open_all(self, entries: Sequence[TensorEntry]) -> list[OpenFrame]:
+        return []
 
     def outlines(self, entries: Sequence[TensorEntry]) -> Iterator[Frame]:
         for run in batches([self._place(entry)[1] for entry in entries]):

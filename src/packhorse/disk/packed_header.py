@@ -22,6 +22,7 @@ from typing import Any
 
 import zstandard
 
+from packhorse import _core
 from packhorse.codecs.content import crc32c
 from packhorse.codecs.zstd import memory_is_told
 from packhorse.errors import CompatibilityError, CorruptionError
@@ -42,6 +43,7 @@ from packhorse.storage.safetensors_header import (
     FileHeader,
     TensorEntry,
     parse_header,
+    quoted,
 )
 from packhorse.storage.strict_json import parse_json, shown
 
@@ -91,6 +93,7 @@ class PrefixWriter:
     def __init__(self, original: FileHeader, base_name: str | None = None) -> None:
         self._original = original
         self._record = write_record(_RECORD_KEY, original.text)
+        self._names = [quoted(entry.name) for entry in original.entries]
         largest = [max_frame_nbytes(entry.dtype, entry.shape) for entry in original.entries]
         text_nbytes = len(self._text(largest, base_name))
         text_nbytes = max(text_nbytes, min_text_nbytes(len(original.text)))
@@ -121,12 +124,10 @@ class PrefixWriter:
             **(self._original.metadata or {}),
             FILE_METADATA_KEY: json.dumps(record, separators=(",", ":")),
         }
-        document: dict[str, Any] = {METADATA_KEY: metadata}
-        stop = 0
-        for entry, nbytes in zip(self._original.entries, frame_nbytes, strict=True):
-            start, stop = stop, stop + nbytes
-            document[entry.name] = {"dtype": "U8", "shape": [nbytes], "data_offsets": [start, stop]}
-        return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
+        pairs = json.dumps(metadata, ensure_ascii=False, separators=(",", ":"))
+        beginning = f"{{{quoted(METADATA_KEY)}:{pairs}".encode()
+        rows = _core.rows_of_frames(self._names, frame_nbytes)
+        return b"".join([beginning, b"," if rows else b"", rows, b"}"])
 
 
 def min_text_nbytes(recorded_nbytes: int) -> int:

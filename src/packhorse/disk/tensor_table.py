@@ -94,6 +94,21 @@ class TensorTable:
         with blaming(self.label), blaming(f"tensor {shown(entry.name)}"):
             return self.framework.empty(entry.dtype, tuple(shape))
 
+    def new_tensors(self, entries: Sequence[TensorEntry]) -> list[Any]:
+        """A tensor for each of these tensors, in host memory.
+
+        Raises:
+            CompatibilityError: the framework has no such tensor.
+        """
+        forms: dict[tuple[str, tuple[int, ...]], int] = {}
+        numbers = []
+        for name, dtype, shape, _, _ in entries:
+            if (dtype, shape) not in forms:
+                with blaming(self.label), blaming(f"tensor {shown(name)}"):
+                    self.framework.check_form(dtype, shape)
+            numbers.append(forms.setdefault((dtype, shape), len(forms)))
+        return self.framework.empty_all(list(forms), numbers)
+
     def place(self, tensor: Any) -> Any:
         """Move a tensor that was made in host memory to the device."""
         is_torch = self.framework.name == "pt"

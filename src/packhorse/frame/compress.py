@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from packhorse import _core
-from packhorse._core import Base
+from packhorse._core import Base, Views
 from packhorse.arguments import resolve_level, resolve_threads
 from packhorse.codecs.base import ByteArray, as_writable_bytes
 from packhorse.codecs.content import content_hash
@@ -25,12 +25,12 @@ from packhorse.frame.encode import encode_payload
 from packhorse.frame.frame import Frame, new_frame
 from packhorse.frame.header import FrameHeader, frame_header_nbytes, label, write_header
 from packhorse.frame.plan import checked_source, form_of, plan_of
-from packhorse.layout import DType, Level, Split
+from packhorse.layout import DType, Level
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["compress_buffer", "pack_plain", "room_for"]
+__all__ = ["compress_buffer", "compress_planned", "pack_plain", "room_for"]
 
 
 def compress_buffer(
@@ -89,14 +89,41 @@ def compress_buffer(
         >>> frame.dtype, frame.shape
         ('F32', (1024,))
     """
-    source = checked_source(src, dtype, shape)
-    memory = room_for(source, out)
     if base is None and like is None:
+        source = checked_source(src, dtype, shape)
         (frame,) = pack_plain(
-            [source], [memory], [name], resolve_level(level), resolve_threads(threads)
+            _core.views_of_buffers([source.data], [source.dtype.code], [source.shape]),
+            None if out is None else [room_for(dtype, shape, out)],
+            [name],
+            resolve_level(level),
+            resolve_threads(threads),
         )
         if frame is not None:
             return frame
+    return compress_planned(
+        src, dtype, shape, level=level, threads=threads, out=out, name=name, base=base,
+        base_dtype=base_dtype, base_hash=base_hash, base_is_fixed=base_is_fixed, like=like,
+    )  # fmt: skip
+
+
+def compress_planned(
+    src: Buffer,
+    dtype: str,
+    shape: Sequence[int],
+    *,
+    level: Level | str,
+    threads: int | None,
+    out: Buffer | None,
+    name: str | None,
+    base: Buffer | None = None,
+    base_dtype: str | None = None,
+    base_hash: bytes | None = None,
+    base_is_fixed: bool = False,
+    like: Plan | None = None,
+) -> Frame:
+    """`compress_buffer`, with a plan even if the tensor may need none."""
+    source = checked_source(src, dtype, shape)
+    memory = room_for(dtype, shape, out)
     data, row, shape, _ = source
     base_units: Base | None = None
     base_row: DType | None = None
@@ -146,14 +173,14 @@ def compress_buffer(
     return new_frame(memory[: header.frame_nbytes], name, plan)
 
 
-def room_for(source: Source, out: Buffer | None) -> ByteArray:
+def room_for(dtype: str, shape: Sequence[int], out: Buffer | None) -> ByteArray:
     """The memory that the frame of a tensor is built in.
 
     Raises:
         TypeError: `out` is not a writable C-contiguous buffer.
         ValueError: `out` is too small.
     """
-    capacity = form_of(source.dtype.name, source.shape).capacity
+    capacity = form_of(dtype, tuple(shape)).capacity
     memory = np.empty(capacity, np.uint8) if out is None else as_writable_bytes(out, "out")
     if memory.size < capacity:
         raise ValueError(f"out has {memory.size} bytes; a frame of this tensor may take {capacity}")
@@ -161,44 +188,45 @@ def room_for(source: Source, out: Buffer | None) -> ByteArray:
 
 
 def pack_plain(
-    sources: Sequence[Source],
-    memories: Sequence[ByteArray],
-    names: Sequence[str | None],
+    views: Views,
+    outs: Sequence[ByteArray] | None,
+    names: Sequence[str | None] | None,
     level: Level,
     threads: int,
 ) -> list[Frame | None]:
     """Packs tensors that need no plan, in one call of the core.
 
     Args:
-        sources: the tensors.
-        memories: `room_for` each of them. They share nothing.
-        names: what messages call the tensors.
+        views: where the tensors lie.
+        outs: `room_for` each of them, which share nothing; None for new memory.
+        names: what messages call the tensors; None for no names.
         level: how hard to try.
         threads: how many to use.
 
     Returns:
-        A frame for each tensor; None if it needs a plan.
+        A frame for each tensor; None if it needs a plan, or if the core does not know where it is.
 
     Raises:
         ValueError: the memory of a frame is that of the tensor.
     """
-    frames: list[Frame | None] = [None] * len(sources)
     if level == Level.MAX:
-        return frames
-    chosen = [i for i, source in enumerate(sources) if source.dtype.splits[-1] is Split.FLOAT]
-    parts = [sources[i] for i in chosen]
-    lengths = _core.pack_frames(
-        [source.data for source in parts],
-        [source.dtype.code for source in parts],
-        [source.shape for source in parts],
-        [memories[i] for i in chosen],
-        level,
-        threads,
-    )
-    for i, nbytes in zip(chosen, lengths, strict=True):
-        if nbytes:
-            frames[i] = new_frame(memories[i][:nbytes], names[i], plan_of)
+        return [None] * len(views)
+    rooms = None if outs is None else _core.views_of_buffers(list(outs), [], [])
+    found = _core.pack_views(views, rooms, _room, level, threads)
+    frames: list[Frame | None] = []
+    for i, opened in enumerate(found):
+        if opened is None:
+            frames.append(None)
+            continue
+        memory = opened.memory if outs is None else outs[i]
+        if type(memory) is not bytes:
+            memory = memory[: opened.frame_nbytes]
+        frames.append(Frame(memory, opened, None if names is None else names[i], 0, plan_of))
     return frames
+
+
+def _room(nbytes: int) -> ByteArray:
+    return np.empty(nbytes, np.uint8)
 
 
 def _again(

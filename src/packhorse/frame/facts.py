@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
+
 from packhorse._core import OpenFrame
 from packhorse.codecs.base import STATUS_WORDS, ByteArray
 from packhorse.codecs.content import content_hash, content_sum
@@ -28,7 +30,7 @@ class FrameFacts:
     __slots__ = (
         "__weakref__",
         "_checked",
-        "_data",
+        "_memory",
         "_name",
         "_offset",
         "_opened",
@@ -38,14 +40,14 @@ class FrameFacts:
 
     def __init__(
         self,
-        data: ByteArray,
+        memory: ByteArray | bytes | memoryview,
         opened: OpenFrame,
         name: str | None,
         offset: int,
         plan: Plan | Callable[[FrameHeader], Plan] | None = None,
     ) -> None:
         """Private: use `from_buffer`."""
-        self._data = data
+        self._memory = memory
         self._opened = opened
         self._name = name
         self._offset = offset
@@ -63,7 +65,7 @@ class FrameFacts:
     @property
     def nbytes(self) -> int:
         """Length of the frame in bytes, a multiple of 64."""
-        return self._data.size
+        return self._opened.frame_nbytes
 
     @property
     def dtype(self) -> str:
@@ -155,11 +157,12 @@ class FrameFacts:
 
     def to_bytes(self) -> bytes:
         """Copies the frame's bytes."""
-        return self._data.tobytes()
+        return self.data.tobytes()
 
     def buffer(self) -> memoryview:
         """Views the frame's bytes, read-only."""
-        return memoryview(self._data).toreadonly()
+        memory = self._memory if isinstance(self._memory, bytes) else self.data
+        return memoryview(memory).toreadonly()
 
     def planes(self) -> tuple[PlaneSummary, ...]:
         """Sizes and modes of each plane."""
@@ -178,6 +181,8 @@ class FrameFacts:
         """
         if start >= stop:
             return self.header.header_nbytes, self.header.header_nbytes
+        if start == 0 and stop == self.logical_nbytes:
+            return self.header.header_nbytes, self.nbytes
         offsets = self.header.chunk_offsets()
         first, last = start // self.chunk_nbytes, (stop - 1) // self.chunk_nbytes
         return int(offsets[first]), int(offsets[last + 1])
@@ -185,7 +190,9 @@ class FrameFacts:
     @property
     def data(self) -> ByteArray:
         """The frame's bytes, only to be read."""
-        return self._data
+        if not isinstance(self._memory, np.ndarray):
+            self._memory = np.frombuffer(self._memory, np.uint8)
+        return self._memory
 
     @property
     def opened(self) -> OpenFrame:

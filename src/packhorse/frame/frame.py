@@ -102,7 +102,7 @@ class Frame(FrameFacts):
         return cls(data, open_frame(data, name, offset, max_nbytes), name, offset)
 
     def __reduce__(self) -> tuple[Callable[..., Frame], tuple[object, ...]]:
-        return new_frame, (self._data, self._name, self.plan)
+        return new_frame, (self.data, self._name, self.plan)
 
     def decompress_into(
         self,
@@ -154,7 +154,7 @@ class Frame(FrameFacts):
             if status:
                 raise self.chunk_error(chunk, status)
             return
-        if np.may_share_memory(target, self._data):
+        if np.may_share_memory(target, self.data):
             raise ValueError("dst and the frame share memory; decode elsewhere")
         units = self._matching_base(base, n_threads, base_hash)
         if units is not None and np.may_share_memory(target, units.data):
@@ -198,7 +198,7 @@ class Frame(FrameFacts):
             True
         """
         memory = as_writable_bytes(target, "target")
-        check_target(self.header, self._data, memory, self._name)
+        check_target(self.header, self.data, memory, self._name)
         n_threads = resolve_threads(threads)
         base = self._matching_base(memory, n_threads, base_hash)
         if base is None:
@@ -313,8 +313,8 @@ class Frame(FrameFacts):
         """
         header = self.header
         if self._opened.has_zstd:
-            return ZstdJob(header, self._data, base, self._chunk_error)
-        payload = self._data[header.header_nbytes :]
+            return ZstdJob(header, self.data, base, self._chunk_error)
+        payload = self.data[header.header_nbytes :]
         return EncodedTensor(payload, header.table, header.geometry, self._side_data(), base)
 
     def _encoded_beside(self, base: Base, threads: int) -> EncodedTensor:

@@ -6,13 +6,23 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from packhorse import _core
-from packhorse.codecs.base import as_bytes
+from packhorse._core import OpenFrame, Views
+from packhorse.arguments import resolve_level, resolve_threads
+from packhorse.codecs.base import ByteArray, as_bytes
 from packhorse.errors import CorruptionError, blaming
-from packhorse.frame.compress import compress_buffer
+from packhorse.frame.compress import compress_buffer, room_for
 from packhorse.frame.frame import Frame
-from packhorse.frame.many import BLAMED, PackJob, UnpackJob, compress_many, decompress_many
+from packhorse.frame.many import (
+    BLAMED,
+    PackJob,
+    UnpackJob,
+    compress_many,
+    compress_views,
+    decompress_many,
+    decompress_to_views,
+)
 from packhorse.framework import Framework
-from packhorse.layout import Level
+from packhorse.layout import DTYPE_BY_CODE, Level
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -89,9 +99,48 @@ def compress_tensors(
     """Packs many tensors; arguments and errors as for `packhorse.numpy.compress_all`. `what` is the
     word for a tensor in messages."""
     tensors = list(tensors)
-    copies = [not framework.is_readable_in_place(tensor) for tensor in tensors]
     check = _MemoryCheck(framework, tensors, outs, bases, what)
-    if any(copies):  # the jobs may be done in several parts, and nothing shall be written before
+    views = framework.views(tensors)
+    if bases is not None or views.unknown():
+        return _compress_in_parts(framework, tensors, check, level, threads)
+    rooms = None if outs is None else _rooms(views, outs, what)
+    if rooms is not None:
+        check.run_for(_core.views_of_buffers(rooms, [], []), [views])
+    return compress_views(
+        views, rooms, None, lambda i: PackJob(*framework.readable(tensors[i])),
+        resolve_level(level), resolve_threads(threads), lambda i: f"{what} {i}",
+    )  # fmt: skip
+
+
+def _rooms(views: Views, outs: Sequence[Buffer], what: str) -> list[ByteArray]:
+    """The memory that a caller gives for the frames of tensors.
+
+    Raises:
+        TypeError: an object is not a writable C-contiguous buffer.
+        ValueError: one is too small.
+    """
+    forms, numbers = _core.forms_of_views(views)
+    named = [(DTYPE_BY_CODE[code].name, shape) for code, shape in forms]
+    rooms: list[ByteArray] = []
+    try:
+        for k, out in zip(numbers, outs, strict=True):
+            rooms.append(room_for(*named[k], out))
+    except BLAMED as error:
+        raise type(error)(f"{what} {len(rooms)}: {error}") from error
+    return rooms
+
+
+def _compress_in_parts(
+    framework: Framework,
+    tensors: Sequence[Any],
+    check: _MemoryCheck,
+    level: Level | str,
+    threads: int | None,
+) -> list[Frame]:
+    """Packs tensors of which some have bases, or must be copied: only some at a time."""
+    outs, bases, what = check.outs, check.bases, check.what
+    copies = [not framework.is_readable_in_place(tensor) for tensor in tensors]
+    if any(copies):  # nothing shall be written before
         check.run()
     frames: list[Frame] = []
     jobs: list[PackJob] = []
@@ -117,7 +166,11 @@ def compress_tensors(
         except BLAMED as error:
             raise type(error)(f"{what} {i}: {error}") from error
     if outs is not None and not any(copies):
-        check.run_for([job.out for job in jobs], [(job.src, job.base) for job in jobs])
+        read = [[job.src for job in jobs], [job.base for job in jobs if job.base is not None]]
+        check.run_for(
+            _core.views_of_buffers([job.out for job in jobs], [], []),
+            [_core.views_of_buffers(buffers, [], []) for buffers in read],
+        )
     flush()
     return frames
 
@@ -133,33 +186,70 @@ def decompress_tensors(
     """Unpacks many frames to host memory; arguments and errors as for
     `packhorse.numpy.decompress_all`."""
     check = _MemoryCheck(framework, frames, outs, bases, "frame")
-    tensors, jobs, direct = [], [], []
-    for i, frame in enumerate(frames):
-        try:
-            if outs is not None:
-                framework.check_out(outs[i], frame.dtype, frame.shape)
-            tensors.append(framework.empty(frame.dtype, frame.shape) if outs is None else outs[i])
+    opened = [frame.opened for frame in frames]
+    tensors = _new_tensors(framework, opened) if outs is None else list(outs)
+    views = framework.views(tensors)
+    if outs is not None:
+        for i in _core.misfits(opened, views):
+            with blaming(f"frame {i}", BLAMED):
+                framework.check_out(tensors[i], frames[i].dtype, frames[i].shape)
+    n_threads = resolve_threads(threads)
+    if bases is not None:
+        if outs is not None:
+            check.run()
+        _decompress_rest(framework, frames, tensors, bases, range(len(frames)), n_threads)
+        return tensors
+    if outs is not None:
+        check.run_for(views, [_core.views_of_frames(opened)])
+    try:
+        rest = decompress_to_views(frames, views, n_threads, lambda i: f"frame {i}")
+    finally:
+        framework.mark_all_written(tensors)
+    _decompress_rest(framework, frames, tensors, None, rest, n_threads)
+    return tensors
+
+
+def _new_tensors(framework: Framework, opened: Sequence[OpenFrame]) -> list[Any]:
+    """A new tensor for each frame.
+
+    Raises:
+        CompatibilityError: the framework has no such tensor.
+    """
+    forms, numbers = _core.forms_of_frames(opened)
+    named = [(DTYPE_BY_CODE[code].name, shape) for code, shape in forms]
+    for k, form in enumerate(named):
+        with blaming(f"frame {numbers.index(k)}", BLAMED):
+            framework.check_form(*form)
+    return framework.empty_all(named, numbers)
+
+
+def _decompress_rest(
+    framework: Framework,
+    frames: Sequence[Frame],
+    tensors: Sequence[Any],
+    bases: Sequence[Any] | None,
+    numbers: Sequence[int],
+    threads: int,
+) -> None:
+    """Unpacks the frames of these numbers, which need more than `decompress_to_views` does."""
+    jobs, direct, others = [], [], []
+    for i in numbers:
+        with blaming(f"frame {i}", BLAMED):
             base = None if bases is None or bases[i] is None else framework.readable(bases[i])[0]
-        except BLAMED as error:
-            raise type(error)(f"frame {i}: {error}") from error
         memory = framework.memory(tensors[i])
-        if memory is not None:
-            jobs.append(UnpackJob(frame, memory, base))
-            direct.append(i)
-    if outs is not None and len(jobs) < len(frames):
-        check.run()
-    elif outs is not None:
-        check.run_for([job.dst for job in jobs], [(job.frame.data, job.base) for job in jobs])
+        if memory is None:  # elements of less than a byte
+            others.append(i)
+            continue
+        jobs.append(UnpackJob(frames[i], memory, base))
+        direct.append(i)
     try:
         decompress_many(jobs, threads=threads, name_of=lambda k: f"frame {direct[k]}")
     finally:
-        for i in direct:
-            framework.mark_written(tensors[i])
-    for i in sorted(set(range(len(frames))) - set(direct)):  # elements of less than a byte
+        framework.mark_all_written([tensors[i] for i in direct])
+    for i in others:
         base = None if bases is None else bases[i]
         with blaming(f"frame {i}", BLAMED):
             decompress_tensor(framework, frames[i], out=tensors[i], threads=threads, base=base)
-    return tensors
 
 
 class _MemoryCheck:
@@ -185,32 +275,24 @@ class _MemoryCheck:
                 )
         self._framework = framework
         self._items = items
-        self._outs = outs
-        self._bases = bases
-        self._what = what
+        self.outs = outs
+        self.bases = bases
+        self.what = what
 
-    def run_for(self, outs: Sequence[Any], read: Iterable[tuple[Any, Any]]) -> None:
+    def run_for(self, written: Views, read: Sequence[Views]) -> None:
         """Does what `run` does, faster, if the memory of all lists is known.
 
         Args:
-            outs: buffers.
-            read: the buffer of each item and that of its base, or None.
+            written: the memory of `outs`.
+            read: the memory of the items, and that of the bases.
         """
-        if any(
+        are_copies = any(
             base is not None and not self._framework.is_readable_in_place(base)
-            for base in self._bases or ()
-        ):  # what is given for it is a copy
+            for base in self.bases or ()
+        )
+        is_known = not are_copies and not any(views.unknown() for views in (written, *read))
+        if not is_known or not _core.are_apart([written], read):
             self.run()
-            return
-        try:
-            written = [as_bytes(out) for out in outs]
-            if _core.are_apart(
-                written, [data for pair in read for data in pair if data is not None]
-            ):
-                return
-        except TypeError:
-            pass  # the call itself refuses such an object
-        self.run()
 
     def run(self) -> None:
         """Compares all memory.
@@ -218,12 +300,12 @@ class _MemoryCheck:
         Raises:
             ValueError: two members share memory, and one of them is written to.
         """
-        if self._outs is None:
+        if self.outs is None:
             return
         lists: list[tuple[str, Sequence[Any], bool]] = [
-            ("outs[{}]", self._outs, True),
-            (self._what + " {}", self._items, False),
-            ("bases[{}]", self._bases or (), False),
+            ("outs[{}]", self.outs, True),
+            (self.what + " {}", self._items, False),
+            ("bases[{}]", self.bases or (), False),
         ]
         _refuse_overlaps(
             [
@@ -291,17 +373,23 @@ def read_frames(frames: Iterable[Frame | Buffer], max_nbytes: int | None) -> lis
         CorruptionError: a frame is bad, or the tensors take more than `max_nbytes` together.
         CompatibilityError, TypeError: as `Frame.from_buffer`; the message names the frame.
     """
+    given = list(frames)
+    opened = iter(_core.open_each([frame for frame in given if not isinstance(frame, Frame)]))
     read = []
-    for i, frame in enumerate(frames):
+    for i, frame in enumerate(given):
         if isinstance(frame, Frame):
             read.append(frame)
             continue
-        try:
+        found = next(opened)
+        if found is not None:
+            read.append(Frame(found.memory, found, None, 0))
+            continue
+        with blaming(f"frame {i}", BLAMED):
             read.append(Frame.from_buffer(frame))
-        except BLAMED as error:
-            raise type(error)(f"frame {i}: {error}") from error
+    if max_nbytes is None:
+        return read
     nbytes = sum(frame.logical_nbytes for frame in read)
-    if max_nbytes is not None and nbytes > max_nbytes:
+    if nbytes > max_nbytes:
         raise CorruptionError(
             f"the frames hold {nbytes} bytes together, more than max_nbytes = {max_nbytes}"
         )

@@ -13,8 +13,10 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from json.encoder import encode_basestring as quoted
+from typing import BinaryIO, NamedTuple
 
+from packhorse import _core
 from packhorse.errors import CompatibilityError, CorruptionError, TruncationError
 from packhorse.layout import (
     DTYPE_BY_NAME,
@@ -35,6 +37,7 @@ __all__ = [
     "declared_nbytes",
     "parse_file_header",
     "parse_header",
+    "quoted",
     "read_file_header",
     "read_header",
     "tensor_nbytes",
@@ -49,10 +52,11 @@ _SAVE_ORDER = (
     *("F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"),
     *("I16", "U16", "F16", "BF16", "I32", "U32", "F32", "C64", "F64", "I64", "U64"),
 )
+_RANKS = {dtype: -rank for rank, dtype in enumerate(_SAVE_ORDER)}
+_BITS = {name: dtype.bits for name, dtype in DTYPE_BY_NAME.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """One tensor as a safetensors header describes it.
 
     Attributes:
@@ -249,6 +253,26 @@ def parse_header(text: bytes, *, data_nbytes: int | None = None, label: str) -> 
             f"{label}: not a safetensors file: the header must begin with {'{'!r} at byte "
             f"{LENGTH_NBYTES}, but has {text[:1]!r} there"
         )
+    header = _usual_header(text) or _any_header(text, label)
+    if data_nbytes is not None:
+        _check_end(header, data_nbytes, label)
+    return header
+
+
+def _usual_header(text: bytes) -> FileHeader | None:
+    """Reads a header that is written as savers write it, and breaks no rule; None for any other."""
+    found = _core.file_entries(text, TensorEntry, _BITS)
+    if found is None:
+        return None
+    entries, pairs = found
+    try:
+        metadata = _metadata(parse_json(pairs, label=""), "") if pairs else None
+    except CorruptionError:
+        return None
+    return FileHeader(text, tuple(entries), metadata)
+
+
+def _any_header(text: bytes, label: str) -> FileHeader:
     document = parse_json(text, label=f"{label}: header", offset=LENGTH_NBYTES)
     metadata = _metadata(document.pop(METADATA_KEY, None), label)
     entries = [
@@ -257,8 +281,6 @@ def parse_header(text: bytes, *, data_nbytes: int | None = None, label: str) -> 
     entries.sort(key=lambda entry: (entry.start, entry.stop))
     header = FileHeader(bytes(text), tuple(entries), metadata)
     _check_cover(header, label)
-    if data_nbytes is not None:
-        _check_end(header, data_nbytes, label)
     return header
 
 
@@ -373,15 +395,20 @@ def build_header(
         ValueError: a safetensors file cannot hold a name or a metadata pair.
         CompatibilityError: safetensors does not have a dtype.
     """
-    document: dict[str, Any] = {}
+    rows = []
     if metadata is not None:
-        document[METADATA_KEY] = _checked_pairs(metadata)
+        rows.append(f"{quoted(METADATA_KEY)}:{_written(_checked_pairs(metadata))}")
     stop = 0
+    beginnings: dict[tuple[str, tuple[int, ...]], tuple[str, int]] = {}  # tensors have few forms
     for name in sorted(tensors, key=lambda name: _save_key(name, tensors[name][0])):
-        dtype, shape = tensors[name]
-        start, stop = stop, stop + tensor_nbytes(dtype, shape)
-        document[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
-    text = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
+        dtype, shape = form = tensors[name][0], tuple(tensors[name][1])
+        if form not in beginnings:
+            beginning = f'{{"dtype":{quoted(dtype)},"shape":{_written(shape)},"data_offsets":['
+            beginnings[form] = beginning, tensor_nbytes(dtype, shape)
+        beginning, nbytes = beginnings[form]
+        start, stop = stop, stop + nbytes
+        rows.append(f"{quoted(name)}:{beginning}{start},{stop}]}}")
+    text = f"{{{','.join(rows)}}}".encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     if len(text) > MAX_FILE_HEADER_NBYTES:
         raise ValueError(
@@ -397,9 +424,13 @@ def _save_key(name: str, dtype: str) -> tuple[int, bytes]:
     if name == METADATA_KEY:
         raise ValueError(f"no tensor can have the name {METADATA_KEY!r}; safetensors reserves it")
     check_text(name)
-    if dtype not in _SAVE_ORDER:
+    if dtype not in _RANKS:
         raise CompatibilityError(f"tensor {name!r}: safetensors has no dtype {dtype!r}")
-    return -_SAVE_ORDER.index(dtype), name.encode()
+    return _RANKS[dtype], name.encode()
+
+
+def _written(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def _checked_pairs(metadata: Mapping[str, str]) -> dict[str, str]:

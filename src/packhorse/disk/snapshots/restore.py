@@ -7,28 +7,33 @@ the snapshot's newest manifest.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+from packhorse import _core
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.results import Progress
 from packhorse.disk.snapshots.catalog import Catalog
 from packhorse.disk.snapshots.manifest import Manifest, TensorRef
 from packhorse.disk.snapshots.snapshot_frames import SnapshotFrames
 from packhorse.disk.state import Keys, Leaf, decode_state, find_tensors
-from packhorse.errors import CorruptionError, blaming
+from packhorse.errors import CorruptionError, PackhorseError, blaming
 from packhorse.framework import Framework
 from packhorse.storage.frames.frame_store import FrameStore
 from packhorse.storage.frames.scratch import Scratch
 from packhorse.storage.interface import Storage
 from packhorse.storage.strict_json import shortened
-from packhorse.threads import map_tensors
+from packhorse.threads import batches, map_tensors
 
 __all__ = ["Restoring", "check_limit", "read_newest", "restore_state"]
 
 _Result = TypeVar("_Result")
 
 _MAX_TRIES = 5
+# Short tensors are decoded together: so many bytes that the hash still finds them in the cache.
+_SHORT_NBYTES = 1 << 16
+_TOGETHER_NBYTES = 1 << 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +122,9 @@ def _restore(storage: Storage, manifest: Manifest, wanted: Restoring) -> Any:
             return _tensor(store, chosen[k], targets.get(k), wanted, threads, scratch)
 
         found: dict[int, Any] = {}
-        for group in _groups(len(chosen), targets):
+        groups = _groups(len(chosen), targets)
+        found.update(_short_ones(store, chosen, groups[0], targets, wanted))
+        for group in [[k for k in group if k not in found] for group in groups]:
             sizes = [chosen[k].frame.logical_nbytes for k in group]
             made = map_tensors(lambda i, n, ks=group: work(ks[i], n), sizes, wanted.threads)  # type: ignore[misc]
             found.update(zip(group, made, strict=True))
@@ -194,6 +201,67 @@ def _targets(chosen: Sequence[TensorRef], into: object) -> dict[int, _Target]:
     for path in leaves:
         raise ValueError(f"{shortened(path)}: `into` has this tensor, but the snapshot does not")
     return targets
+
+
+def _short_ones(
+    store: FrameStore,
+    chosen: Sequence[TensorRef],
+    numbers: Sequence[int],
+    targets: dict[int, _Target],
+    wanted: Restoring,
+) -> dict[int, Any]:
+    """Restore the short tensors of these numbers that have no base, many in one call.
+
+    Returns:
+        The tensors by their numbers, without those that need more or that fail: these are
+        restored one by one, which names what is wrong.
+    """
+    own = wanted.framework
+    short = [
+        k
+        for k in numbers
+        if chosen[k].frame.base is None
+        and chosen[k].frame.logical_nbytes <= _SHORT_NBYTES
+        and (k not in targets or targets[k].leaf.framework is own)
+    ]
+    found: dict[int, Any] = {}
+    sizes = [chosen[k].frame.logical_nbytes for k in short]
+    for run in batches(sizes, _TOGETHER_NBYTES):
+        part = short[run.start : run.stop]
+        with suppress(PackhorseError, OSError):
+            tensors = _together(store, [chosen[k] for k in part], wanted, [
+                None if k not in targets else targets[k].leaf.tensor for k in part
+            ])  # fmt: skip
+            done = {
+                k: tensor for k, tensor in zip(part, tensors, strict=True) if tensor is not None
+            }
+            found.update(done)
+            if wanted.progress is not None and done:
+                wanted.progress(sum(chosen[k].frame.logical_nbytes for k in done))
+    return found
+
+
+def _together(
+    store: FrameStore, refs: Sequence[TensorRef], wanted: Restoring, outs: Sequence[Any]
+) -> list[Any]:
+    """Restore tensors to `outs`, or to new ones. None for one that needs more."""
+    framework = wanted.framework
+    opened = [store.open(ref.frame, ref.path).opened for ref in refs]
+    forms: dict[tuple[str, tuple[int, ...]], int] = {}
+    numbers = []
+    for ref, out in zip(refs, outs, strict=True):
+        if out is None:
+            framework.check_form(ref.dtype, ref.shape)
+            numbers.append(forms.setdefault((ref.dtype, ref.shape), len(forms)))
+    new = iter(framework.empty_all(list(forms), numbers))
+    tensors = [next(new) if out is None else out for out in outs]
+    views = framework.views(tensors)
+    try:
+        status, _, _, rest = _core.unpack_to_views(opened, views, wanted.threads)
+    finally:
+        framework.mark_all_written(tensors)
+    bad = {*rest, *_core.content_faults(opened, views)}
+    return [None if status or i in bad else tensor for i, tensor in enumerate(tensors)]
 
 
 def _tensor(
