@@ -144,7 +144,7 @@ PACKHORSE_AVX2 PACKHORSE_INLINE uint32_t set_of_lanes(__m256i first, __m256i sec
 
 // Where the shuffle of a set of eight lanes lies, in bytes. It has as many ones as the set.
 PACKHORSE_AVX2 PACKHORSE_INLINE const uint8_t* word_order_at(uint32_t offset) {
-    return kWordOrder.byte_of_place[0] + offset;
+    return reinterpret_cast<const uint8_t*>(&kWordOrder) + sizeof kWordOrder.before + offset;
 }
 
 PACKHORSE_AVX2 PACKHORSE_INLINE const uint8_t* skip_words(const uint8_t* words, uint32_t needs) {
