@@ -47,7 +47,7 @@ inline std::unique_ptr<CodeTable> make_code_table(const RansModel& model) {
         else
             fill_pair_tables(decoder.alias, decoder.buckets, decoder.pairs);
     }
-    fill_decode_table(model, decoder.alias, decoder.table);
+    fill_decode_table(model, decoder.alias, decoder.table());
     return table;
 }
 

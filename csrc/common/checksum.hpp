@@ -4,9 +4,9 @@
 // throughput of one, so three streams run side by side and are joined by the linear operator
 // "append L zero bytes", held as four tables of 256 (one for each byte of the register). Without
 // the instruction, two streams run side by side. Processors with carry-less products of vectors
-// fold 256 bytes into the next 256 instead, which is twice as fast. XXH3: inputs above 240 bytes;
-// common/xxh3_short.hpp has the shorter ones. Source: the XXH3 specification, doc/xxhash_spec.md of
-// the xxHash project.
+// fold 256 bytes into the next 256 instead (with AVX2, 128), which is twice as fast with AVX-512.
+// XXH3: inputs above 240 bytes; common/xxh3_short.hpp has the shorter ones. Source: the XXH3
+// specification, doc/xxhash_spec.md of the xxHash project.
 //
 // The loops are in common/checksum_avx512.hpp, common/checksum_avx2.hpp,
 // common/checksum_neon.hpp and common/checksum_portable.hpp.
@@ -25,6 +25,8 @@ inline uint32_t crc32c_continue(uint32_t crc, const uint8_t* src, std::size_t nb
 #if PACKHORSE_X86
     if (isa >= Isa::kAvx512 && nbytes >= kCrcFoldMinNbytes && has_vpclmulqdq())
         return crc32c_folding(crc, src, nbytes);
+    if (isa >= Isa::kAvx2 && nbytes >= kCrcFoldAvx2MinNbytes && has_vpclmulqdq())
+        return crc32c_folding_avx2(crc, src, nbytes);
     if (isa >= Isa::kAvx2) return crc32c_hardware(crc, src, nbytes);
 #elif PACKHORSE_ARM
     if (isa >= Isa::kNeon && has_crc32()) return crc32c_neon(crc, src, nbytes);

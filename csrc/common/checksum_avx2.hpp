@@ -1,5 +1,8 @@
-// CRC32C with the instruction for it, in three streams, and XXH3-128 with AVX2. The instruction
-// came with SSE4.2, which every processor with AVX2 has.
+// CRC32C with the instruction for it, in three streams, or by carry-less products of vectors, and
+// XXH3-128 with AVX2. The instruction came with SSE4.2, which every processor with AVX2 has.
+//
+// On Zen 4 the products are hardly faster, but they read one stream, which arrives sooner from
+// memory and from L3.
 #pragma once
 
 #include "common/checksum_portable.hpp"
@@ -37,6 +40,49 @@ PACKHORSE_AVX2 inline uint32_t crc32c_hardware(uint32_t crc, const uint8_t* src,
     crc = static_cast<uint32_t>(wide);
     for (; nbytes > 0; ++src, --nbytes) crc = _mm_crc32_u8(crc, *src);
     return crc;
+}
+
+// x^n modulo the polynomial, as a factor of a 64-bit carry-less product. The lowest bit stands for
+// the highest power, so a product has one factor x too many. Therefore n is one less than the
+// wanted power.
+constexpr uint64_t crc_fold_factor(std::size_t n) {
+    uint32_t power = 0x80000000;
+    for (std::size_t i = 0; i < n; ++i) power = power >> 1 ^ (power & 1 ? kCrc32cPolynomial : 0);
+    return uint64_t{power} << 32;
+}
+
+constexpr std::size_t kCrcFoldAvx2Nbytes = 128;
+constexpr std::size_t kCrcFoldAvx2MinNbytes = 4096;  // below, folding does not pay
+inline constexpr uint64_t kCrcFoldAvx2Low = crc_fold_factor(8 * kCrcFoldAvx2Nbytes + 63);
+inline constexpr uint64_t kCrcFoldAvx2High = crc_fold_factor(8 * kCrcFoldAvx2Nbytes - 1);
+
+// Moves a vector ahead by 128 bytes and adds the bytes at that place.
+PACKHORSE_AVX2_VPCLMULQDQ PACKHORSE_INLINE __m256i crc_fold_avx2(__m256i vector, __m256i bytes) {
+    const __m256i factors =
+        _mm256_set_epi64x(kCrcFoldAvx2High, kCrcFoldAvx2Low, kCrcFoldAvx2High, kCrcFoldAvx2Low);
+    const __m256i low = _mm256_clmulepi64_epi128(vector, factors, 0x00);
+    const __m256i high = _mm256_clmulepi64_epi128(vector, factors, 0x11);
+    return _mm256_xor_si256(_mm256_xor_si256(low, high), bytes);
+}
+
+// Four vectors take every fourth piece of 32 bytes, so that four chains of products run side by
+// side. In the end they are 128 bytes that give the same register, started at 0, as all bytes.
+PACKHORSE_AVX2_VPCLMULQDQ inline uint32_t crc32c_folding_avx2(uint32_t crc, const uint8_t* src,
+                                                              std::size_t nbytes) {
+    __m256i vectors[4];
+    for (__m256i& vector : vectors) vector = _mm256_setzero_si256();
+    __m256i seed = _mm256_setr_epi32(static_cast<int>(crc), 0, 0, 0, 0, 0, 0, 0);
+    for (; nbytes >= kCrcFoldAvx2Nbytes; src += kCrcFoldAvx2Nbytes, nbytes -= kCrcFoldAvx2Nbytes) {
+        for (int i = 0; i < 4; ++i) {
+            const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(src) + i);
+            vectors[i] = crc_fold_avx2(vectors[i], i == 0 ? _mm256_xor_si256(bytes, seed) : bytes);
+        }
+        seed = _mm256_setzero_si256();
+    }
+    alignas(32) uint8_t rest[kCrcFoldAvx2Nbytes];
+    for (int i = 0; i < 4; ++i)
+        _mm256_store_si256(reinterpret_cast<__m256i*>(rest) + i, vectors[i]);
+    return crc32c_hardware(crc32c_hardware(0, rest, sizeof rest), src, nbytes);
 }
 
 PACKHORSE_AVX2 PACKHORSE_INLINE __m256i xxh3_half_stripe_avx2(__m256i lanes, __m256i value,

@@ -10,15 +10,6 @@ namespace packhorse {
 
 #if PACKHORSE_X86
 
-// x^n modulo the polynomial, as a factor of a 64-bit carry-less product. The lowest bit stands for
-// the highest power, so a product has one factor x too many. Therefore n is one less than the
-// wanted power.
-constexpr uint64_t crc_fold_factor(std::size_t n) {
-    uint32_t power = 0x80000000;
-    for (std::size_t i = 0; i < n; ++i) power = power >> 1 ^ (power & 1 ? kCrc32cPolynomial : 0);
-    return uint64_t{power} << 32;
-}
-
 constexpr std::size_t kCrcFoldNbytes = 256;
 constexpr std::size_t kCrcFoldMinNbytes = 4 * kCrcFoldNbytes;  // below this, folding does not pay
 inline constexpr uint64_t kCrcFoldLow = crc_fold_factor(8 * kCrcFoldNbytes + 63);

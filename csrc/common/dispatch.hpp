@@ -27,6 +27,8 @@
                "popcnt,sse4."                                                                   \
                "2,crc32")))
 // For functions that need has_vpclmulqdq() as well.
+#define PACKHORSE_AVX2_VPCLMULQDQ \
+    __attribute__((target("avx2,bmi,bmi2,lzcnt,popcnt,sse4.2,crc32,pclmul,vpclmulqdq")))
 #define PACKHORSE_VPCLMULQDQ                                                         \
     __attribute__((                                                                  \
         target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi,bmi2,lzcnt,popcnt,sse4." \
@@ -101,7 +103,8 @@ inline bool has_isa(int isa) {
 }
 
 // Whether there are carry-less products of whole vectors. The first processors with AVX-512 lack
-// them (Cascade Lake); Ice Lake and Zen 4 have them.
+// them (Cascade Lake); Ice Lake and Zen 4 have them, and so do some that have AVX2 alone (Zen 3,
+// Alder Lake).
 inline bool has_vpclmulqdq() {
 #if PACKHORSE_X86
     return __builtin_cpu_supports("vpclmulqdq") && __builtin_cpu_supports("pclmul");

@@ -1,5 +1,5 @@
 // Turns units of 32 bits into planes and back with AVX2, in the same steps as
-// planes/planes_sse2.hpp. For other units, compilers make good loops.
+// planes/planes_sse2.hpp, and merges units of 16 bits. For the rest, compilers make good loops.
 #pragma once
 
 #include "common/dispatch.hpp"
@@ -9,6 +9,14 @@
 namespace packhorse {
 
 #if PACKHORSE_X86
+
+// Rotates each half of an element of 32 bits to the right.
+template <uint32_t kRotation>
+PACKHORSE_AVX2 PACKHORSE_INLINE __m256i rotate_right16_avx2(__m256i units) {
+    if constexpr (kRotation == 0) return units;
+    return _mm256_or_si256(_mm256_srli_epi16(units, kRotation),
+                           _mm256_slli_epi16(units, 16 - kRotation));
+}
 
 // AVX2 does in each half of a register what SSE2 does: the lower halves hold units 0 to 15, the
 // upper ones 16 to 31.
@@ -24,9 +32,7 @@ PACKHORSE_AVX2 PACKHORSE_INLINE void merge32_block_avx2(const uint8_t* const* pl
                               _mm256_unpackhi_epi8(plane[3], plane[2])};
     auto* to = reinterpret_cast<__m256i*>(dst);
     for (int h = 0; h < 2; ++h) {
-        if constexpr (kRotation > 0)
-            upper[h] = _mm256_or_si256(_mm256_srli_epi16(upper[h], kRotation),
-                                       _mm256_slli_epi16(upper[h], 16 - kRotation));
+        upper[h] = rotate_right16_avx2<kRotation>(upper[h]);
         const __m256i first = _mm256_unpacklo_epi16(lower[h], upper[h]);
         const __m256i second = _mm256_unpackhi_epi16(lower[h], upper[h]);
         _mm256_storeu_si256(to + h, _mm256_permute2x128_si256(first, second, 0x20));
@@ -66,6 +72,22 @@ PACKHORSE_AVX2 PACKHORSE_INLINE void split32_block_avx2(const uint8_t* src, std:
 }
 
 template <uint32_t kRotation>
+PACKHORSE_AVX2 inline std::size_t merge16_blocks_avx2(const uint8_t* const* planes, std::size_t n,
+                                                      uint8_t* dst) {
+    std::size_t at = 0;
+    for (; at + 32 <= n; at += 32) {
+        const __m256i top = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(planes[0] + at));
+        const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(planes[1] + at));
+        const __m256i a = rotate_right16_avx2<kRotation>(_mm256_unpacklo_epi8(low, top));
+        const __m256i b = rotate_right16_avx2<kRotation>(_mm256_unpackhi_epi8(low, top));
+        auto* const to = reinterpret_cast<__m256i*>(dst + 2 * at);
+        _mm256_storeu_si256(to, _mm256_permute2x128_si256(a, b, 0x20));
+        _mm256_storeu_si256(to + 1, _mm256_permute2x128_si256(a, b, 0x31));
+    }
+    return at;
+}
+
+template <uint32_t kRotation>
 PACKHORSE_AVX2 inline std::size_t split32_blocks_avx2(const uint8_t* src, std::size_t n,
                                                       uint8_t* const* planes) {
     std::size_t at = 0;
@@ -96,6 +118,9 @@ PACKHORSE_AVX2 inline void merge_avx2(const uint8_t* const* planes, std::size_t 
     if (spec.unit_nbytes == 4)
         done = spec.rotation == 1 ? merge32_blocks_avx2<1>(planes, n, dst)
                                   : merge32_blocks_avx2<0>(planes, n, dst);
+    if (spec.unit_nbytes == 2)
+        done = spec.rotation == 1 ? merge16_blocks_avx2<1>(planes, n, dst)
+                                  : merge16_blocks_avx2<0>(planes, n, dst);
     merge_rest(planes, n, spec, done, dst);
 }
 

@@ -33,28 +33,33 @@ PACKHORSE_AVX2 PACKHORSE_INLINE __m256i bytes_of_bits_avx2(uint32_t bits) {
     return _mm256_cmpeq_epi8(_mm256_and_si256(spread, place), place);
 }
 
-PACKHORSE_AVX2 inline void add_raw_block_avx2(const uint64_t* words, const uint8_t* bits,
-                                              uint32_t n_words, uint8_t* dst) {
-    for (uint32_t h = 0; h < 2; ++h) {
-        auto* at = reinterpret_cast<__m256i*>(dst) + h;
+// Adds `kPlanes` raw bit planes from `from` on.
+template <uint32_t kPlanes>
+PACKHORSE_AVX2 inline void add_raw_planes_avx2(const RawPlanes& raw, uint32_t from,
+                                               std::size_t first, std::size_t n_blocks,
+                                               uint8_t* dst) {
+    const uint8_t* planes[kPlanes];
+    __m256i bits[kPlanes];
+    for (uint32_t p = 0; p < kPlanes; ++p) {
+        planes[p] = raw.planes + (from + p) * raw.stride + first / 8;
+        bits[p] = _mm256_set1_epi8(static_cast<char>(1u << raw.bits[from + p]));
+    }
+    for (std::size_t h = 0; h < 2 * n_blocks; ++h) {
+        auto* const at = reinterpret_cast<__m256i*>(dst + 32 * h);
         __m256i bytes = _mm256_loadu_si256(at);
-        for (uint32_t w = 0; w < n_words; ++w) {
-            const __m256i is_set = bytes_of_bits_avx2(static_cast<uint32_t>(words[w] >> (32 * h)));
+        for (uint32_t p = 0; p < kPlanes; ++p)
             bytes = _mm256_or_si256(
                 bytes,
-                _mm256_and_si256(is_set, _mm256_set1_epi8(static_cast<char>(1u << bits[w]))));
-        }
+                _mm256_and_si256(bytes_of_bits_avx2(load<uint32_t>(planes[p] + 4 * h)), bits[p]));
         _mm256_storeu_si256(at, bytes);
     }
 }
 
 PACKHORSE_AVX2 inline void add_raw_blocks_avx2(const RawPlanes& raw, std::size_t first,
                                                std::size_t n_blocks, uint8_t* dst) {
-    uint64_t words[8];
-    for (std::size_t b = 0; b < n_blocks; ++b) {
-        load_raw_words(raw, first + 64 * b, words);
-        add_raw_block_avx2(words, raw.bits, raw.n, dst + 64 * b);
-    }
+    uint32_t p = 0;
+    for (; p + 2 <= raw.n; p += 2) add_raw_planes_avx2<2>(raw, p, first, n_blocks, dst);
+    if (p < raw.n) add_raw_planes_avx2<1>(raw, p, first, n_blocks, dst);
 }
 
 #endif

@@ -44,7 +44,7 @@ inline Status decode_round(RansDecoder& decoder, std::size_t n, uint8_t* dst) {
         if (position >= n) continue;
         uint32_t state = decoder.states[lane];
         const uint32_t slot = state & (kProbSum - 1);
-        const uint32_t entry = kHasTable ? decoder.table[slot] : entry_in_buckets(decoder, slot);
+        const uint32_t entry = kHasTable ? decoder.table()[slot] : entry_in_buckets(decoder, slot);
         state = (entry & (kProbSum - 1)) * (state >> kProbBits) +
                 ((state + (entry >> kProbBits)) & (kProbSum - 1));
         if (state < kStateLowerBound) {
@@ -69,7 +69,7 @@ PACKHORSE_INLINE void decode_rounds_unchecked(RansDecoder& decoder, std::size_t 
             uint32_t* states = decoder.states + k * quarter;
             for (uint32_t j = 0; j < quarter; ++j) {
                 const uint32_t state = states[j];
-                const uint32_t entry = decoder.table[state & (kProbSum - 1)];
+                const uint32_t entry = decoder.table()[state & (kProbSum - 1)];
                 const uint32_t next = (entry & (kProbSum - 1)) * (state >> kProbBits) +
                                       ((state + (entry >> kProbBits)) & (kProbSum - 1));
                 const uint32_t need = next < kStateLowerBound;
@@ -84,7 +84,7 @@ PACKHORSE_INLINE void decode_rounds_unchecked(RansDecoder& decoder, std::size_t 
 inline void decode_rounds_portable(RansDecoder& decoder, std::size_t n_rounds, uint8_t* dst,
                                    Ahead& ahead) {
     if (decoder.lanes_log == kMaxLanesLog)
-        return decode_rounds_wide_portable(decoder.states, decoder.table, n_rounds, decoder.words,
+        return decode_rounds_wide_portable(decoder.states, decoder.table(), n_rounds, decoder.words,
                                            dst, ahead);
     decode_rounds_unchecked(decoder, n_rounds, dst);
 }
@@ -94,7 +94,7 @@ inline void decode_rounds_portable(RansDecoder& decoder, std::size_t n_rounds, u
 PACKHORSE_AVX2 inline void decode_rounds_avx2(RansDecoder& decoder, std::size_t n_rounds,
                                               uint8_t* dst, Ahead& ahead) {
     if (!decoder.has_table) return decode_rounds_pairs_avx2(decoder, n_rounds, dst, ahead);
-    decode_rounds_wide_avx2(decoder.states, decoder.table, n_rounds, decoder.words, dst, ahead);
+    decode_rounds_large_avx2(decoder, n_rounds, dst, ahead);
 }
 
 PACKHORSE_AVX2 inline void decode_rounds_scalar_avx2(RansDecoder& decoder, std::size_t n_rounds,
@@ -110,7 +110,7 @@ PACKHORSE_AVX512 inline void decode_rounds_avx512_any(RansDecoder& decoder, std:
         case kWideBuckets:
             return decode_rounds_avx512<WideBucketsAvx512>(decoder, n_rounds, dst, ahead);
         default:
-            return decode_rounds_large_avx512(decoder.states, decoder.table, n_rounds,
+            return decode_rounds_large_avx512(decoder.states, decoder.table(), n_rounds,
                                               decoder.words, dst, ahead);
     }
 }
@@ -124,7 +124,7 @@ PACKHORSE_AVX512_VBMI2 inline void decode_rounds_vbmi2_any(RansDecoder& decoder,
         case kWideBuckets:
             return decode_rounds_vbmi2<WidePartsVbmi2>(decoder, n_rounds, dst, ahead);
         default:
-            return decode_rounds_large_avx512(decoder.states, decoder.table, n_rounds,
+            return decode_rounds_large_avx512(decoder.states, decoder.table(), n_rounds,
                                               decoder.words, dst, ahead);
     }
 }
@@ -139,7 +139,7 @@ inline void decode_rounds(RansDecoder& decoder, std::size_t n_rounds, uint8_t* d
         return decode_rounds_vbmi2_any(decoder, n_rounds, dst, ahead);
     if (isa >= Isa::kAvx512 && wide) return decode_rounds_avx512_any(decoder, n_rounds, dst, ahead);
     if (isa >= Isa::kAvx512 && decoder.lanes_log == kShortLanesLog)
-        return decode_rounds_short_avx512(decoder.states, decoder.table, n_rounds, decoder.words,
+        return decode_rounds_short_avx512(decoder.states, decoder.table(), n_rounds, decoder.words,
                                           dst);
     if (isa >= Isa::kAvx2)
         return wide ? decode_rounds_avx2(decoder, n_rounds, dst, ahead)

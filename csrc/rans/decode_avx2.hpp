@@ -1,115 +1,119 @@
-// Decoding rounds of 128 lanes with AVX2 and more than 32 codes (docs/format.md, 6.4).
-// A register holds eight lanes, whose entries are loaded one by one. A gather instruction would do
-// the same, but on the machine that was measured it more than doubled the time of decoding
-//(docs/decisions.md, section 4).
+// Decoding rounds of 128 lanes with AVX2 and more than 32 codes (docs/format.md, 6.4), in the steps
+// of rans/decode_parts_avx2.hpp. Entries are loaded one by one.
 //
-// A step has a long chain of dependent instructions (slot, entry, product, set of lanes that need a
-// word, words), more than a processor can look ahead. So the chain is cut: slots are stored as soon
-// as they are known, and the words of a group are filled in two groups after its product is
-// computed.
+// An entry is blended into its register straight from memory: the load begins so far before the
+// entry that it lands in its place. A gather instruction does the same, but on the machines that
+// were measured it takes longer than everything else together (docs/decisions.md, section 4). Slots
+// are cut out of four states at a time, because loading each by itself would double the loads.
 #pragma once
 
 #include "common/dispatch.hpp"
-#include "rans/decode_portable.hpp"
-#include "rans/model.hpp"
-#include "rans/word_order.hpp"
+#include "rans/decode_parts_avx2.hpp"
+#include "rans/decoder.hpp"
 
 namespace packhorse {
 
 #if PACKHORSE_X86
 
-// The states of 128 lanes, and the slots that the next look-ups load one by one.
-struct alignas(64) LanesAvx2 {
-    uint32_t state[kMaxLanes];
-    uint32_t slot[kMaxLanes];
+// The slots of four lanes.
+struct FourSlots {
+    uint64_t at[4];
+
+    PACKHORSE_AVX2 explicit FourSlots(const uint16_t* low) {
+        const auto states = load<uint64_t>(low);
+        for (uint32_t i = 0; i < 4; ++i)
+            // From the intrinsic, compilers make shifts and masks, which are more instructions.
+            asm("bextr %2, %1, %0"
+                : "=r"(at[i])
+                : "r"(states), "r"(uint64_t{kProbBits << 8 | 16 * i})
+                : "cc");
+    }
 };
 
-PACKHORSE_AVX2 PACKHORSE_INLINE __m128i load_four(const uint32_t* table, const uint32_t* slot) {
-    __m128i entries = _mm_cvtsi32_si128(static_cast<int>(table[slot[0]]));
-    entries = _mm_insert_epi32(entries, static_cast<int>(table[slot[1]]), 1);
-    entries = _mm_insert_epi32(entries, static_cast<int>(table[slot[2]]), 2);
-    return _mm_insert_epi32(entries, static_cast<int>(table[slot[3]]), 3);
+PACKHORSE_AVX2 PACKHORSE_INLINE __m128i load_four_from(const uint32_t* entry) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(entry));
 }
 
-// Computes the new states of eight lanes, before words are filled in.
-PACKHORSE_AVX2 PACKHORSE_INLINE __m256i step_avx2(const LanesAvx2& lanes, std::size_t lane,
-                                                  const uint32_t* table, __m256i& entry) {
-    const uint32_t* slot = lanes.slot + lane;
-    entry = _mm256_setr_m128i(load_four(table, slot), load_four(table, slot + 4));
-    const __m256i state = _mm256_load_si256(reinterpret_cast<const __m256i*>(lanes.state + lane));
-    const __m256i slot_mask = _mm256_set1_epi32(kProbSum - 1);
-    const __m256i rank =
-        _mm256_and_si256(_mm256_add_epi32(state, _mm256_srli_epi32(entry, kProbBits)), slot_mask);
-    return _mm256_add_epi32(
-        _mm256_mullo_epi32(_mm256_and_si256(entry, slot_mask), _mm256_srli_epi32(state, kProbBits)),
-        rank);
+// Loads the entries of eight lanes, of even ones to `even` and of odd ones to `odd`. Three entries
+// before each are read, and two behind it.
+PACKHORSE_AVX2 PACKHORSE_INLINE void load_entries(const uint32_t* table, const uint16_t* low,
+                                                  __m128i& even, __m128i& odd) {
+    const FourSlots a(low), b(low + 4);
+    even = _mm_cvtsi32_si128(static_cast<int>(table[a.at[0]]));
+    odd = _mm_cvtsi32_si128(static_cast<int>(table[a.at[1]]));
+    even = _mm_blend_epi32(even, load_four_from(table + a.at[2] - 1), 0x02);
+    odd = _mm_blend_epi32(odd, load_four_from(table + a.at[3] - 1), 0x02);
+    even = _mm_blend_epi32(even, load_four_from(table + b.at[0] - 2), 0x04);
+    odd = _mm_blend_epi32(odd, load_four_from(table + b.at[1] - 2), 0x04);
+    even = _mm_blend_epi32(even, load_four_from(table + b.at[2] - 3), 0x08);
+    odd = _mm_blend_epi32(odd, load_four_from(table + b.at[3] - 3), 0x08);
 }
 
-// Fills in words and stores the states with their slots.
-PACKHORSE_AVX2 PACKHORSE_INLINE void refill_avx2(__m256i next, const uint8_t*& words,
-                                                 LanesAvx2& lanes, std::size_t lane) {
-    const __m256i need = _mm256_cmpeq_epi32(_mm256_srli_epi32(next, 16), _mm256_setzero_si256());
-    const auto mask = static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(need)));
-    const __m128i order =
-        _mm_load_si128(reinterpret_cast<const __m128i*>(kWordOrder.byte_of_place[mask]));
-    const __m128i fresh =
-        _mm_shuffle_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(words)), order);
-    words += 2 * static_cast<std::size_t>(__builtin_popcount(mask));
-    const __m256i shift = _mm256_and_si256(need, _mm256_set1_epi32(16));
-    const __m256i state =
-        _mm256_or_si256(_mm256_sllv_epi32(next, shift), _mm256_cvtepu16_epi32(fresh));
-    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes.state + lane), state);
-    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes.slot + lane),
-                       _mm256_and_si256(state, _mm256_set1_epi32(kProbSum - 1)));
-}
+// The entries of 16 lanes, of the even and of the odd ones.
+struct LoadedEntries {
+    __m256i even, odd;
 
-// Adds the values, the top bytes of `entry`, as byte `quarter` of each element.
-PACKHORSE_AVX2 PACKHORSE_INLINE __m256i add_units_avx2(__m256i units, __m256i entry, int quarter) {
-    if (quarter == 0) return _mm256_srli_epi32(entry, 24);
-    const __m256i mask = _mm256_set1_epi32(static_cast<int>(0xFFu << (8 * quarter)));
-    const __m256i value = _mm256_srli_epi32(entry, 24 - 8 * quarter);
-    return _mm256_or_si256(units, _mm256_and_si256(value, mask));
-}
-
-PACKHORSE_AVX2 PACKHORSE_INLINE void decode_round_avx2(LanesAvx2& lanes, const uint32_t* table,
-                                                       const uint8_t*& words, uint8_t* dst) {
-    constexpr std::size_t kGroups = kMaxLanes / 8, kBehind = 2;
-    __m256i units[4] = {};
-    __m256i waiting[kBehind];
-#pragma GCC unroll 16
-    for (std::size_t g = 0; g < kGroups; ++g) {  // four groups share a position mod 4
-        __m256i entry;
-        const __m256i next = step_avx2(lanes, 8 * g, table, entry);
-        if (g >= kBehind) refill_avx2(waiting[g % kBehind], words, lanes, 8 * (g - kBehind));
-        waiting[g % kBehind] = next;
-        units[g % 4] = add_units_avx2(units[g % 4], entry, static_cast<int>(g / 4));
-        keep_in_memory(lanes);
+    PACKHORSE_AVX2 PACKHORSE_INLINE LoadedEntries(const uint32_t* table, const uint16_t* low) {
+        __m128i parts[4];
+        load_entries(table, low, parts[0], parts[1]);
+        load_entries(table, low + 8, parts[2], parts[3]);
+        even = _mm256_setr_m128i(parts[0], parts[2]);
+        odd = _mm256_setr_m128i(parts[1], parts[3]);
     }
-    for (std::size_t g = kGroups - kBehind; g < kGroups; ++g)
-        refill_avx2(waiting[g % kBehind], words, lanes, 8 * g);
+
+    // Joins halves of the elements of two registers.
+    static PACKHORSE_AVX2 PACKHORSE_INLINE __m256i join(__m256i low_halves, __m256i high_halves) {
+        return _mm256_blend_epi16(low_halves, high_halves, 0xAA);
+    }
+
+    PACKHORSE_AVX2 PACKHORSE_INLINE __m256i f16() const {
+        return join(_mm256_slli_epi32(even, 4), _mm256_slli_epi32(odd, 20));
+    }
+
+    PACKHORSE_AVX2 PACKHORSE_INLINE __m256i bias() const {
+        return join(_mm256_srli_epi32(even, kProbBits), _mm256_slli_epi32(odd, 16 - kProbBits));
+    }
+
+    PACKHORSE_AVX2 PACKHORSE_INLINE __m256i units() const {
+        return join(_mm256_srli_epi32(even, 24), _mm256_srli_epi32(odd, 8));
+    }
+};
+
+// Decodes quarter `q` but for its words, and returns its units. `needs` is the set of lanes of the
+// quarter before that wait for words, and becomes that of this one.
+PACKHORSE_AVX2 PACKHORSE_INLINE __m256i decode_quarter_large(PackedLanes& lanes, std::size_t q,
+                                                             const uint32_t* table, uint32_t& needs,
+                                                             const uint8_t*& words) {
+    uint16_t* const high = lanes.high + kQuarterLanes * q;
+    uint16_t* const low = lanes.low + kQuarterLanes * q;
+    const LoadedEntries a(table, low), b(table, low + 16);
+    const __m256i first = step_halves_avx2(high, low, a.f16(), a.bias());
+    const __m256i first_units = a.units();
+    fill_words(needs, words, lanes.low + kQuarterLanes * ((q + 3) % 4));
+    const __m256i second = step_halves_avx2(high + 16, low + 16, b.f16(), b.bias());
+    needs = set_of_lanes(first, second);
     keep_in_memory(lanes);
-    for (int h = 0; h < 4; ++h)
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(dst + 32 * h), units[h]);
+    return _mm256_packus_epi16(first_units, b.units());
 }
 
-// Decodes rounds of 128 lanes. The caller knows that there are 128 words for each round, and one
-// register of words more.
-PACKHORSE_AVX2 inline void decode_rounds_wide_avx2(uint32_t* states, const uint32_t* table,
-                                                   std::size_t n_rounds, const uint8_t*& words_at,
-                                                   uint8_t* dst, Ahead& ahead) {
-    LanesAvx2 lanes;
-    for (std::size_t i = 0; i < kMaxLanes; ++i) {
-        lanes.state[i] = states[i];
-        lanes.slot[i] = states[i] & (kProbSum - 1);
-    }
-    keep_in_memory(lanes);
-    const uint8_t* words = words_at;
-    for (std::size_t r = 0; r < n_rounds; ++r) {
+// Decodes rounds of 128 lanes. The caller knows that there are 128 words for each round, one
+// register of words more, and kWordsLead bytes before them.
+PACKHORSE_AVX2 inline void decode_rounds_large_avx2(RansDecoder& decoder, std::size_t n_rounds,
+                                                    uint8_t* dst, Ahead& ahead) {
+    PackedLanes lanes(decoder.states);
+    const uint8_t* words = decoder.words;
+    uint32_t needs = 0;
+    for (std::size_t r = 0; r < n_rounds; ++r, dst += kMaxLanes) {
         ahead.step();
-        decode_round_avx2(lanes, table, words, dst + kMaxLanes * r);
+        __m256i units[4];
+#pragma GCC unroll 4
+        for (std::size_t q = 0; q < 4; ++q)
+            units[q] = decode_quarter_large(lanes, q, decoder.table(), needs, words);
+        order_units_avx2(units, dst);
     }
-    std::memcpy(states, lanes.state, sizeof lanes.state);
-    words_at = words;
+    fill_words(needs, words, lanes.low + kMaxLanes - kQuarterLanes);
+    lanes.store_to(decoder.states);
+    decoder.words = words;
 }
 
 #endif

@@ -1,14 +1,20 @@
 // Decodes rounds of 128 lanes with AVX-512 if the alphabet is too large for registers
-// (docs/format.md, 6.4), in the same steps as rans/decode_avx2.hpp, 16 lanes to a register; and
-// rounds of 16 lanes.
+// (docs/format.md, 6.4), and rounds of 16 lanes. A register holds 16 lanes, whose entries are
+// loaded one by one. Slots are stored as soon as they are known.
 #pragma once
 
 #include "common/dispatch.hpp"
-#include "rans/decode_avx2.hpp"
+#include "rans/model.hpp"
 
 namespace packhorse {
 
 #if PACKHORSE_X86
+
+// The states of 128 lanes, and the slots that the next look-ups load one by one.
+struct alignas(64) LanesAvx512 {
+    uint32_t state[kMaxLanes];
+    uint32_t slot[kMaxLanes];
+};
 
 // Uses broadcasting loads and blends, which are not bound to one port, as insertions are.
 PACKHORSE_AVX512 PACKHORSE_INLINE __m256i load_eight(const uint32_t* table, const uint32_t* slot) {
@@ -22,7 +28,7 @@ PACKHORSE_AVX512 PACKHORSE_INLINE __m256i load_eight(const uint32_t* table, cons
 }
 
 // Computes the new states of 16 lanes, before words are filled in.
-PACKHORSE_AVX512 PACKHORSE_INLINE __m512i step_avx512(const LanesAvx2& lanes, std::size_t lane,
+PACKHORSE_AVX512 PACKHORSE_INLINE __m512i step_avx512(const LanesAvx512& lanes, std::size_t lane,
                                                       const uint32_t* table, __m512i& entry) {
     const __m512i low = _mm512_castsi256_si512(load_eight(table, lanes.slot + lane));
     entry = _mm512_inserti64x4(low, load_eight(table, lanes.slot + lane + 8), 1);
@@ -37,7 +43,7 @@ PACKHORSE_AVX512 PACKHORSE_INLINE __m512i step_avx512(const LanesAvx2& lanes, st
 
 // Fills in words and stores the states with their slots.
 PACKHORSE_AVX512 PACKHORSE_INLINE void refill_avx512(__m512i next, const uint8_t*& words,
-                                                     LanesAvx2& lanes, std::size_t lane) {
+                                                     LanesAvx512& lanes, std::size_t lane) {
     const __mmask16 need = _mm512_cmplt_epu32_mask(next, _mm512_set1_epi32(kStateLowerBound));
     const __m512i fresh =
         _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(words)));
@@ -64,7 +70,7 @@ PACKHORSE_AVX512 inline void decode_rounds_large_avx512(uint32_t* states, const 
                                                         std::size_t n_rounds,
                                                         const uint8_t*& words_at, uint8_t* dst,
                                                         Ahead& shared_ahead) {
-    LanesAvx2 lanes;
+    LanesAvx512 lanes;
     for (std::size_t i = 0; i < kMaxLanes; ++i) {
         lanes.state[i] = states[i];
         lanes.slot[i] = states[i] & (kProbSum - 1);

@@ -83,7 +83,7 @@ struct NarrowTablesNeon {
 struct LargeTableNeon {
     const uint32_t* entries;
 
-    explicit LargeTableNeon(const RansDecoder& decoder) : entries(decoder.table) {}
+    explicit LargeTableNeon(const RansDecoder& decoder) : entries(decoder.table()) {}
 
     PACKHORSE_INLINE uint32x4_t load_four(uint64_t lows) const {
         constexpr uint64_t kMask = kProbSum - 1;

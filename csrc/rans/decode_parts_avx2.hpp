@@ -2,9 +2,15 @@
 // from tables of 16 bytes, which a byte shuffle looks up for 32 lanes at a time.
 //
 // States are halves of 16 bits, and products are 16-bit ones, as in rans/decode_parts_avx512.hpp.
-// A step takes longer than a processor looks ahead, so it is cut: while one quarter of the lanes is
-// looked up, words are filled in for the quarter before, and slots are cut into bytes for the next
-// one. The order of these pieces in decode_quarter matters: other orders are up to a tenth slower.
+// A step takes longer than a processor looks ahead, so it is cut: while a quarter of the lanes gets
+// its new states, entries are looked up for the next quarter, words are filled in for the quarter
+// before, and slots are cut into bytes for the next but one. The order of these pieces in
+// decode_quarter matters: other orders are up to a tenth slower.
+//
+// Shuffles, packs, shifts by a constant, blends by a mask of bytes and insertions share two of the
+// four vector units of Zen 4 (half of the units elsewhere), and they are most of the loop. So words
+// are filled in with plain logic, and two loads are joined by a blend by a constant, which any unit
+// does.
 #pragma once
 
 #include "common/dispatch.hpp"
@@ -29,11 +35,11 @@ PACKHORSE_AVX2 PACKHORSE_INLINE __m256i load_twice(const uint8_t* table) {
     return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
 }
 
-// 16 bytes from each of two places.
+// 16 bytes from each of two places. The 16 bytes before `b` are read, too.
 PACKHORSE_AVX2 PACKHORSE_INLINE __m256i load_both(const uint8_t* a, const uint8_t* b) {
     const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(a));
-    const __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(b));
-    return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+    const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b - 16));
+    return _mm256_blend_epi32(_mm256_castsi128_si256(low), high, 0xF0);
 }
 
 // Takes b where the top bit of `mask` is set. (From the intrinsic, GCC makes a comparison as well.)
@@ -44,7 +50,8 @@ PACKHORSE_AVX2 PACKHORSE_INLINE __m256i blend_by_top_bit(__m256i a, __m256i b, _
 }
 
 // The states of 128 lanes. A quarter has two registers: the first holds its lanes 0 to 7 and 16 to
-// 23, the second the others. Packed to bytes they are in order.
+// 23, the second the others. Packed to bytes they are in order. Where a word is due, `high` has it
+// already, as it moved up from `low`, and `low` is zero until the word is filled in.
 struct alignas(64) PackedLanes {
     uint16_t high[kMaxLanes];
     uint16_t low[kMaxLanes];
@@ -85,12 +92,6 @@ struct PlacesAvx2 {
     __m256i in_fourth;  // the same, if in the second bucket
 };
 
-// A quarter whose words are not filled in yet.
-struct WaitingAvx2 {
-    __m256i high[2], low[2], need[2];
-    uint32_t needs = 0;  // the set of lanes that need a word
-};
-
 PACKHORSE_AVX2 PACKHORSE_INLINE void cut_slots(const uint16_t* low, PlacesAvx2& places) {
     const __m256i order = _mm256_broadcastsi128_si256(
         _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
@@ -118,83 +119,110 @@ PACKHORSE_AVX2 PACKHORSE_INLINE __m256i look_up_avx2(const uint8_t (*part)[16],
     return blend_by_top_bit(low, high, places.slot_low);
 }
 
-// Computes the new states of 16 lanes, before words are filled in. `f16` has four bits of something
-// else at its low end, and `bias` at its high end.
-PACKHORSE_AVX2 PACKHORSE_INLINE void step_halves_avx2(const uint16_t* high_at,
-                                                      const uint16_t* low_at, __m256i f16,
-                                                      __m256i bias, WaitingAvx2& next, int h) {
+// Computes the new states of 16 lanes but for their words, and returns which need one. `f16` is 16
+// times the frequency. `bias` has something else in its four high bits.
+PACKHORSE_AVX2 PACKHORSE_INLINE __m256i step_halves_avx2(uint16_t* high_at, uint16_t* low_at,
+                                                         __m256i f16, __m256i bias) {
     const __m256i high = load_avx2(high_at), low = load_avx2(low_at);
     const __m256i slot_mask = _mm256_set1_epi16(kProbSum - 1);
-    f16 = _mm256_and_si256(f16, _mm256_set1_epi16(static_cast<short>(0xFFF0)));
     const __m256i rank = _mm256_and_si256(_mm256_add_epi16(low, bias), slot_mask);
     const __m256i rest =
         _mm256_add_epi16(_mm256_mulhi_epu16(_mm256_andnot_si256(slot_mask, low), f16), rank);
     const __m256i sum = _mm256_add_epi16(_mm256_mullo_epi16(high, f16), rest);
     const __m256i carry = _mm256_min_epu16(_mm256_subs_epu16(rest, sum), _mm256_set1_epi16(1));
-    next.high[h] = _mm256_add_epi16(_mm256_mulhi_epu16(high, f16), carry);
-    next.low[h] = sum;
-    next.need[h] = _mm256_cmpeq_epi16(next.high[h], _mm256_setzero_si256());
+    const __m256i upper = _mm256_add_epi16(_mm256_mulhi_epu16(high, f16), carry);
+    const __m256i need = _mm256_cmpeq_epi16(upper, _mm256_setzero_si256());
+    store_avx2(high_at, _mm256_or_si256(upper, _mm256_and_si256(need, sum)));
+    store_avx2(low_at, _mm256_andnot_si256(need, sum));
+    return need;
 }
 
-PACKHORSE_AVX2 PACKHORSE_INLINE void fill_high(const WaitingAvx2& quarter, uint16_t* high) {
-    for (int h = 0; h < 2; ++h)
-        store_avx2(high + 16 * h,
-                   blend_by_top_bit(quarter.high[h], quarter.low[h], quarter.need[h]));
+// The set of lanes of a quarter, in their order in memory, that need a word.
+PACKHORSE_AVX2 PACKHORSE_INLINE uint32_t set_of_lanes(__m256i first, __m256i second) {
+    return static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_packs_epi16(first, second)));
 }
 
-// Fills in the words of half of a quarter. `needs` has its sets of lanes in bytes 0 and 2.
-PACKHORSE_AVX2 PACKHORSE_INLINE void fill_low(const WaitingAvx2& quarter, int h, uint32_t needs,
-                                              const uint8_t* first, const uint8_t* second,
-                                              uint16_t* low) {
-    const __m256i order = load_both(kWordOrder.byte_of_place[needs & 0xFF],
-                                    kWordOrder.byte_of_place[needs >> 16 & 0xFF]);
-    const __m256i fresh = _mm256_shuffle_epi8(load_both(first, second), order);
-    store_avx2(low + 16 * h, blend_by_top_bit(quarter.low[h], fresh, quarter.need[h]));
+// Where the shuffle of a set of eight lanes lies, in bytes. It has as many ones as the set.
+PACKHORSE_AVX2 PACKHORSE_INLINE const uint8_t* word_order_at(uint32_t offset) {
+    return reinterpret_cast<const uint8_t*>(&kWordOrder) + sizeof kWordOrder.before + offset;
 }
 
 PACKHORSE_AVX2 PACKHORSE_INLINE const uint8_t* skip_words(const uint8_t* words, uint32_t needs) {
     return words + 2 * static_cast<std::size_t>(__builtin_popcount(needs));
 }
 
-PACKHORSE_AVX2 PACKHORSE_INLINE void fill_first_low(const WaitingAvx2& quarter,
-                                                    const uint8_t* words, uint16_t* low) {
-    fill_low(quarter, 0, quarter.needs, words, skip_words(words, quarter.needs & 0xFFFF), low);
+// Fills in the words of a quarter. Its lanes take words in order, and eight neighbours make up half
+// of a register.
+PACKHORSE_AVX2 PACKHORSE_INLINE void fill_words(uint32_t needs, const uint8_t*& words,
+                                                uint16_t* low) {
+    constexpr uint32_t kSet = 0xFF0;  // of eight lanes, times the length of a shuffle
+    const uint32_t a = needs << 4 & kSet, b = needs >> 4 & kSet;
+    const uint32_t c = needs >> 12 & kSet, d = needs >> 20 & kSet;
+    const uint8_t* const at_b = skip_words(words, a);
+    const uint8_t* const at_c = skip_words(at_b, b);
+    const uint8_t* const at_d = skip_words(at_c, c);
+    const __m256i first =
+        _mm256_shuffle_epi8(load_both(words, at_c), load_both(word_order_at(a), word_order_at(c)));
+    const __m256i second =
+        _mm256_shuffle_epi8(load_both(at_b, at_d), load_both(word_order_at(b), word_order_at(d)));
+    store_avx2(low, _mm256_or_si256(load_avx2(low), first));
+    store_avx2(low + 16, _mm256_or_si256(load_avx2(low + 16), second));
+    words = skip_words(at_d, d);
 }
 
-PACKHORSE_AVX2 PACKHORSE_INLINE void fill_second_low(const WaitingAvx2& quarter,
-                                                     const uint8_t*& words, uint16_t* low) {
-    fill_low(quarter, 1, quarter.needs >> 8, skip_words(words, quarter.needs & 0xFF),
-             skip_words(words, quarter.needs & 0xFFFFFF), low);
-    words = skip_words(words, quarter.needs);
+// The entries of 32 lanes, byte by byte.
+struct EntriesAvx2 {
+    __m256i f16_low, f16_high, bias, units;
+};
+
+// Interleaves the bytes of half of two registers.
+template <int kHalf>
+PACKHORSE_AVX2 PACKHORSE_INLINE __m256i unpack_half(__m256i a, __m256i b) {
+    return kHalf == 0 ? _mm256_unpacklo_epi8(a, b) : _mm256_unpackhi_epi8(a, b);
 }
 
-// Decodes quarter `q`, which becomes the waiting one, and returns its units. `places` is where to
-// look it up, and becomes that of the next quarter.
+// Computes the new states of half of a quarter.
+template <int kHalf>
+PACKHORSE_AVX2 PACKHORSE_INLINE __m256i step_half(const EntriesAvx2& entries, uint16_t* high,
+                                                  uint16_t* low) {
+    const __m256i f16 = _mm256_and_si256(unpack_half<kHalf>(entries.f16_low, entries.f16_high),
+                                         _mm256_set1_epi16(static_cast<short>(0xFFF0)));
+    return step_halves_avx2(high + 16 * kHalf, low + 16 * kHalf, f16,
+                            unpack_half<kHalf>(entries.bias, entries.f16_low));
+}
+
+PACKHORSE_AVX2 PACKHORSE_INLINE EntriesAvx2 look_up_entries(const PairTables& tables,
+                                                            const PlacesAvx2& places) {
+    return {look_up_avx2(tables.byte[0], places), look_up_avx2(tables.byte[1], places),
+            look_up_avx2(tables.byte[2], places), look_up_avx2(tables.byte[3], places)};
+}
+
+// Decodes quarter `q` but for its words, and returns its units. `entries` are its own, and become
+// those of the next quarter; `places` are where to look up that one, and become those of the next
+// but one. `needs` is the set of lanes of the quarter before that wait for words, and becomes that
+// of this one.
 PACKHORSE_AVX2 PACKHORSE_INLINE __m256i decode_quarter(PackedLanes& lanes, std::size_t q,
-                                                       const PairTables& tables, PlacesAvx2& places,
-                                                       WaitingAvx2& waiting,
-                                                       const uint8_t*& words) {
-    const std::size_t at = kQuarterLanes * q, before = kQuarterLanes * ((q + 3) % 4);
-    uint16_t *high = lanes.high + at, *low = lanes.low + at;
-    WaitingAvx2 next;
+                                                       const PairTables& tables,
+                                                       EntriesAvx2& entries, PlacesAvx2& places,
+                                                       uint32_t& needs, const uint8_t*& words) {
+    uint16_t* const high = lanes.high + kQuarterLanes * q;
+    uint16_t* const low = lanes.low + kQuarterLanes * q;
+    EntriesAvx2 next;
+    const __m256i units = entries.units;
+    const __m256i first = step_half<0>(entries, high, low);
+    next.f16_low = look_up_avx2(tables.byte[0], places);
+    const __m256i second = step_half<1>(entries, high, low);
+    next.f16_high = look_up_avx2(tables.byte[1], places);
+    fill_words(needs, words, lanes.low + kQuarterLanes * ((q + 3) % 4));
+    next.bias = look_up_avx2(tables.byte[2], places);
+    next.units = look_up_avx2(tables.byte[3], places);
+    keep_in_memory(lanes);
     PlacesAvx2 next_places;
-    fill_high(waiting, lanes.high + before);
-    const __m256i f16_low = look_up_avx2(tables.byte[0], places);
-    const __m256i f16_high = look_up_avx2(tables.byte[1], places);
-    cut_slots(lanes.low + kQuarterLanes * ((q + 1) % 4), next_places);
-    const __m256i bias = look_up_avx2(tables.byte[2], places);
-    step_halves_avx2(high, low, _mm256_unpacklo_epi8(f16_low, f16_high),
-                     _mm256_unpacklo_epi8(bias, f16_low), next, 0);
+    cut_slots(lanes.low + kQuarterLanes * ((q + 2) % 4), next_places);
     find_parts(tables, next_places);
-    step_halves_avx2(high + 16, low + 16, _mm256_unpackhi_epi8(f16_low, f16_high),
-                     _mm256_unpackhi_epi8(bias, f16_low), next, 1);
-    fill_first_low(waiting, words, lanes.low + before);
-    const __m256i units = look_up_avx2(tables.byte[3], places);
-    fill_second_low(waiting, words, lanes.low + before);
-    next.needs =
-        static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_packs_epi16(next.need[0], next.need[1])));
-    waiting = next;
     places = next_places;
+    entries = next;
+    needs = set_of_lanes(first, second);
     keep_in_memory(lanes);
     return units;
 }
@@ -214,34 +242,31 @@ PACKHORSE_AVX2 PACKHORSE_INLINE void order_units_avx2(const __m256i* units, uint
     }
 }
 
-// Decodes rounds of 128 lanes. The caller knows that there are 128 words for each round, and one
-// register of words more.
+// Decodes rounds of 128 lanes. The caller knows that there are 128 words for each round, one
+// register of words more, and kWordsLead bytes before them.
 PACKHORSE_AVX2 inline void decode_rounds_pairs_avx2(RansDecoder& decoder, std::size_t n_rounds,
                                                     uint8_t* dst, Ahead& shared_ahead) {
     constexpr std::size_t kLast = kMaxLanes - kQuarterLanes;
     PackedLanes lanes(decoder.states);
     Ahead ahead = shared_ahead;
     const uint8_t* words = decoder.words;
-    WaitingAvx2 waiting;  // the last quarter, which needs nothing
-    for (int h = 0; h < 2; ++h) {
-        waiting.high[h] = load_avx2(lanes.high + kLast + 16 * h);
-        waiting.low[h] = load_avx2(lanes.low + kLast + 16 * h);
-        waiting.need[h] = _mm256_setzero_si256();
-    }
+    const PairTables& tables = decoder.pairs;
     PlacesAvx2 places;
     cut_slots(lanes.low, places);
-    find_parts(decoder.pairs, places);
+    find_parts(tables, places);
+    EntriesAvx2 entries = look_up_entries(tables, places);
+    cut_slots(lanes.low + kQuarterLanes, places);
+    find_parts(tables, places);
+    uint32_t needs = 0;
     for (std::size_t r = 0; r < n_rounds; ++r, dst += kMaxLanes) {
         ahead.step();
         __m256i units[4];
 #pragma GCC unroll 4
         for (std::size_t q = 0; q < 4; ++q)
-            units[q] = decode_quarter(lanes, q, decoder.pairs, places, waiting, words);
+            units[q] = decode_quarter(lanes, q, tables, entries, places, needs, words);
         order_units_avx2(units, dst);
     }
-    fill_high(waiting, lanes.high + kLast);
-    fill_first_low(waiting, words, lanes.low + kLast);
-    fill_second_low(waiting, words, lanes.low + kLast);
+    fill_words(needs, words, lanes.low + kLast);
     lanes.store_to(decoder.states);
     shared_ahead = ahead;
     decoder.words = words;

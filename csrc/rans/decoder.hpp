@@ -13,11 +13,14 @@ constexpr std::size_t kRoundWordsNbytes =
     2 * kMaxLanes;                             // a round takes at most one word for each lane
 constexpr std::size_t kVectorLoadNbytes = 64;  // words are loaded up to 32 at a time
 constexpr std::size_t kWordsMargin = kRoundWordsNbytes + kVectorLoadNbytes;
-constexpr std::size_t kWordsLead = 2;  // the portable path may load one word before its own
+// What may be read before the words of a stream: the portable path loads a word, and AVX2 a half of
+// a register. With 128 lanes their states are there.
+constexpr std::size_t kWordsLead = 16;
+constexpr std::size_t kTableMargin = 4;  // entries before and behind a table that AVX2 may load
 
 struct alignas(64) RansDecoder {
     uint32_t states[kMaxLanes];
-    uint32_t table[kProbSum];
+    uint32_t table_memory[kProbSum + 2 * kTableMargin];
     BucketEntries buckets;
     BucketHalves halves;  // of 64 buckets, for AVX-512 without VBMI2
     BucketParts parts;    // for AVX-512 with VBMI2
@@ -34,6 +37,9 @@ struct alignas(64) RansDecoder {
     const uint8_t* escapes_end;
     bool on_padded_copy;
     uint8_t padded[kWordsLead + 2 * kWordsMargin];
+
+    uint32_t* table() { return table_memory + kTableMargin; }
+    const uint32_t* table() const { return table_memory + kTableMargin; }
 };
 
 // The fields before the model.
@@ -103,7 +109,7 @@ inline void build_rans_tables(RansDecoder& decoder, Isa isa) {
         return;
     }
 #endif
-    fill_decode_table(decoder.model, decoder.alias, decoder.table);
+    fill_decode_table(decoder.model, decoder.alias, decoder.table());
     decoder.has_table = true;
 }
 

@@ -86,38 +86,40 @@ PACKHORSE_AVX2 PACKHORSE_INLINE void finish_avx2(EncodeLanesAvx2& lanes, const u
 }
 
 // Encodes rounds of 128 lanes, a quarter of them at a time. The divisors of a group are loaded one
-// group ahead, and its slots one group behind.
+// group ahead, and its slots a quarter of the lanes behind: the chain of these steps is longer than
+// a processor looks ahead.
 PACKHORSE_AVX2 inline uint8_t* encode_rounds_wide_avx2(const uint8_t* codes, std::size_t n_rounds,
                                                        const RansVectorTables& tables,
                                                        uint32_t* states, uint8_t* words,
                                                        Ahead& ahead) {
     if (n_rounds == 0) return words;
-    constexpr std::size_t kGroups = kMaxLanes / 8;
-    EncodeLanesAvx2 groups[kGroups + 1] =
-        {};  // one more, so that the first group has a predecessor to finish
+    constexpr std::size_t kGroups = kMaxLanes / 8, kQuarter = kGroups / 4;
+    // A quarter more, so that the first one has a predecessor to finish.
+    EncodeLanesAvx2 groups[kGroups + kQuarter] = {};
     for (std::size_t g = 0; g < kGroups; ++g)
         std::memcpy(groups[g].state, states + 8 * g, sizeof groups[g].state);
     DivisorsAvx2 by =
         load_divisors_avx2(tables.divisors, codes + kMaxLanes * (n_rounds - 1) + 3 + 96);
-    __m256i waiting = _mm256_setzero_si256();
+    __m256i waiting[kQuarter];
+    for (__m256i& upper : waiting) upper = _mm256_setzero_si256();
     EncodeLanesAvx2* before = groups + kGroups;
     for (std::size_t r = n_rounds; r-- > 0;) {
         ahead.step();
         for (std::size_t quarter = 4; quarter-- > 0;) {
-            EncodeLanesAvx2* const here = groups + 4 * quarter;
+            EncodeLanesAvx2* const here = groups + kQuarter * quarter;
             const uint8_t* at = codes + kMaxLanes * r + quarter;
             const uint8_t* next = quarter > 0 ? at - 1 : at + 3 - (r > 0 ? kMaxLanes : 0);
 #pragma GCC unroll 4
-            for (std::size_t k = 4; k-- > 0;) {
+            for (std::size_t k = kQuarter; k-- > 0;) {
                 const __m256i upper = divide_avx2(here[k], by, words);
                 by = load_divisors_avx2(tables.divisors, k > 0 ? at + 32 * (k - 1) : next + 96);
-                finish_avx2(k < 3 ? here[k + 1] : *before, tables.slots, waiting);
-                waiting = upper;
+                finish_avx2(before[k], tables.slots, waiting[k]);
+                waiting[k] = upper;
             }
             before = here;
         }
     }
-    finish_avx2(groups[0], tables.slots, waiting);
+    for (std::size_t k = kQuarter; k-- > 0;) finish_avx2(groups[k], tables.slots, waiting[k]);
     for (std::size_t g = 0; g < kGroups; ++g)
         std::memcpy(states + 8 * g, groups[g].state, sizeof groups[g].state);
     return words;

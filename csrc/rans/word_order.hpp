@@ -6,8 +6,9 @@
 namespace packhorse {
 
 // For each of the 256 sets of lanes that need a word: a byte shuffle that moves the next words to
-// these lanes and leaves zero in the others.
+// these lanes and leaves zero in the others. AVX2 may load the 16 bytes before a shuffle, too.
 struct alignas(64) WordOrder {
+    uint8_t before[64];
     uint8_t byte_of_place[256][16];
 };
 
