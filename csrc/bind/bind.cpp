@@ -367,6 +367,14 @@ uint32_t crc32c_of(Bytes src) {
     return crc32c(src.data(), src.size(), isa);
 }
 
+// The same without folding, which some processors with AVX2 cannot do; for tests.
+uint32_t crc32c_unfolded_of(Bytes src) {
+#if PACKHORSE_X86
+    if (choose_isa() >= Isa::kAvx2) return ~crc32c_hardware(~0u, src.data(), src.size());
+#endif
+    return crc32c(src.data(), src.size(), Isa::kPortable);
+}
+
 // Computes the digests of all leaves. If the last leaf is too short for the long form, its digest
 // is left unchanged.
 void leaf_digests(Bytes src, WritableBytes digests, std::size_t threads) {
@@ -513,6 +521,7 @@ NB_MODULE(_core, m) {
     m.def("split", &split, "src"_a, "geometry"_a, "planes"_a.noconvert());
     m.def("merge", &merge, "planes"_a, "geometry"_a, "dst"_a.noconvert());
     m.def("crc32c", &crc32c_of, "src"_a);
+    m.def("crc32c_unfolded", &crc32c_unfolded_of, "src"_a);
     m.def("leaf_digests", &leaf_digests, "src"_a, "digests"_a.noconvert(), "threads"_a);
     m.def("copy_with_leaves", &copy_with_leaves, "src"_a, "dst"_a.noconvert(),
           "leaves"_a.noconvert());

@@ -176,6 +176,34 @@ inline bool is_dense(const nb::dlpack::dltensor& tensor) {
     return is_dense;
 }
 
+// Whether a storage of PyTorch has all bytes of a tensor; others may have made it shorter.
+inline bool lies_in(const View& view, const nb::object& storage) {
+    const auto start = nb::cast<uint64_t>(storage.attr("data_ptr")());
+    const auto nbytes = nb::cast<uint64_t>(storage.attr("nbytes")());
+    const auto at = reinterpret_cast<uint64_t>(view.data);
+    return start != 0 && at >= start && at - start <= nbytes &&
+           view.nbytes <= nbytes - (at - start);
+}
+
+// Notes where a tensor of PyTorch lies, if it is dense and in memory of the host. The memory that
+// it has now is kept, whatever becomes of the tensor.
+inline void find_tensor(Views& views, std::size_t i, nb::handle tensor, uint32_t code,
+                        const ExchangeTable& api) {
+    const nb::object storage = tensor.attr("untyped_storage")();
+    nb::dlpack::dltensor found;
+    if (api.describe(tensor.ptr(), &found) != 0) throw nb::python_error();
+    if (found.device.device_type != nb::device::cpu::value || found.ndim < 0 || !is_dense(found))
+        return;
+    View& view = views.at(i);
+    view.data = static_cast<uint8_t*>(found.data) + found.byte_offset;
+    view.shape.assign(found.shape, found.shape + found.ndim);
+    view.code = code;
+    view.nbytes = tensor_nbytes(code, view.shape);
+    view.is_writable = true;
+    views.keep(storage);
+    view.is_known = view.nbytes == 0 || lies_in(view, storage);
+}
+
 // Tensors of PyTorch. `kinds` are types whose tensors are plain, `table` is what they offer,
 // `codes` has the codes of dtypes, and `is_negated` tells whether the elements of a tensor are
 // those of its memory with the other sign.
@@ -192,24 +220,12 @@ inline Views views_of_tensors(const nb::list& tensors, const nb::tuple& kinds,
                                           [&](nb::handle kind) { return kind.is(tensor.type()); });
         if (!is_plain) continue;
         const uint32_t code = codes_of.of(tensor);
-        nb::dlpack::dltensor found;
-        if (code == 0) continue;
-        if (api->describe(tensor.ptr(), &found) != 0) {
-            PyErr_Clear();
-            continue;
+        if (code == 0 || nb::cast<bool>(is_negated(tensor))) continue;
+        try {
+            find_tensor(views, i, tensor, code, *api);
+        } catch (const nb::python_error&) {
+            continue;  // such as a sparse tensor, which has no storage
         }
-        if (found.device.device_type != nb::device::cpu::value || found.ndim < 0 ||
-            !is_dense(found) || nb::cast<bool>(is_negated(tensor)))
-            continue;
-        View& view = views.at(i);
-        view.data = static_cast<uint8_t*>(found.data) + found.byte_offset;
-        view.shape.assign(found.shape, found.shape + found.ndim);
-        view.code = code;
-        view.nbytes = tensor_nbytes(code, view.shape);
-        view.is_known = view.nbytes != std::numeric_limits<std::size_t>::max() &&
-                        (found.data != nullptr || view.nbytes == 0);
-        view.is_writable = true;
-        views.keep(tensor);
     }
     return views;
 }

@@ -2,9 +2,10 @@
 //
 // The loops work on a block that fits in L1 or a chunk that fits in L2. They are plain C++ that
 // compilers vectorise well, inlined into one function for each instruction set. Intrinsics are used
-// only where plain loops were slower than copying: for 16-bit units with AVX-512, and for 32-bit
-// units with every instruction set (planes/planes_avx512.hpp, planes/planes_avx2.hpp,
-// planes/planes_sse2.hpp, planes/planes_neon.hpp).
+// only where plain loops were slower than copying: for 8-bit units with AVX-512, for 16-bit units
+// with AVX-512 and AVX2 (merging), and for 32-bit units with every instruction set
+// (planes/planes_avx512.hpp, planes/planes_avx2.hpp, planes/planes_sse2.hpp,
+// planes/planes_neon.hpp).
 #pragma once
 
 #include "planes/planes_avx2.hpp"

@@ -295,11 +295,14 @@ def test_crc32c_is_the_published_one(isa: str) -> None:
 def test_crc32c_of_odd_lengths(isa: str) -> None:
     from frame_builder import crc32c
 
-    data = np.random.default_rng(1).integers(0, 256, 5000).astype(np.uint8)
-    sizes = (1, 7, 8, 9, 63, 64, 65, 255, 256, 257, 1007, 1023, 1024, 1025, 1287, 3077, 4999)
+    data = np.random.default_rng(1).integers(0, 256, 20000).astype(np.uint8)
+    short = (1, 7, 8, 9, 63, 64, 65, 255, 256, 257, 1007, 1023, 1024, 1025, 1287, 3077)
+    long = (4095, 4096, 4097, 4223, 4224, 4225, 12287, 12288, 12289, 19990)
     with forced(isa):
-        for n in sizes:
-            assert _core.crc32c(data[1 : n + 1]) == crc32c(data[1 : n + 1].tobytes())
+        for n in (*short, *long):
+            expected = crc32c(data[1 : n + 1].tobytes())
+            assert _core.crc32c(data[1 : n + 1]) == expected
+            assert _core.crc32c_unfolded(data[1 : n + 1]) == expected
 
 
 @pytest.mark.slow

@@ -30,6 +30,9 @@ from packhorse.layout import (
     Level,
 )
 
+tells_views = pytest.mark.skipif(
+    not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"), reason="needs PyTorch 2.9"
+)
 UNITS = (1, 17, 1000, 5000, 131_072, 200_000, 420_000)  # of a chunk and less, and of several
 
 
@@ -180,6 +183,30 @@ def test_the_core_knows_where_plain_arrays_lie() -> None:
     assert 0 in views.unknown()
     with pytest.raises(ValueError, match="no such tensor"):
         views.part([100])
+
+
+@tells_views
+def test_memory_that_a_tensor_gives_up_meanwhile_is_kept() -> None:
+    """As `module.to()` does to parameters, perhaps in another thread."""
+    tensor = torch.nn.Parameter(torch.randn(400_000))
+    expected = tensor.detach().clone()
+    views = packhorse.torch.FRAMEWORK.views([tensor])
+    tensor.data = torch.empty(0)
+    others = [torch.full((400_000,), 7.0) for _ in range(4)]  # would take memory that is free
+    (frame,) = _core.pack_views(views, None, lambda n: np.empty(n, np.uint8), 1, 1)
+    assert len(others) == 4
+    assert frame is not None
+    assert torch.equal(packhorse.torch.decompress(frame.memory[: frame.frame_nbytes]), expected)
+
+
+@tells_views
+def test_tensors_without_all_of_their_memory_are_not_plain() -> None:
+    whole = torch.randn(1000)
+    short = torch.randn(1000)[10:]
+    short.untyped_storage().resize_(400)
+    sparse = torch.eye(3).to_sparse()
+    views = packhorse.torch.FRAMEWORK.views([whole, short, sparse, whole[3:10], torch.empty(0, 3)])
+    assert views.unknown() == [1, 2]
 
 
 @pytest.mark.parametrize("has_exchange", [True, False])

@@ -4,8 +4,8 @@ then chooses a mode for every plane of every chunk.
 A plan is made from samples: a few times 4096 units spread over the tensor for the planes, and a few
 pieces for matches and zstd where repetition is likely. If a tensor seems to take far less than
 weights do, more of it is examined, because samples may have missed most of it. Planning costs well
-under a tenth of packing. A plan does not depend on the number of threads, and it says why it was
-chosen.
+under a tenth of packing for weights, and up to a third for integers. A plan does not depend on the
+number of threads, and it says why it was chosen.
 """
 
 import math
@@ -41,7 +41,8 @@ _MIN_SAVING = 1 / 256  # a tensor that saves less is stored as it is, at copy sp
 _WHOLE_MUST_SAVE = 0.04  # of the planes' size, because matches and zstd are slower
 _FEW = 1 / 64  # at this share or less, zstd is faster than matches, ...
 _MATCHES_MUST_SAVE = 1 / 16  # ... which must save this share of its size; but bytes ...
-_BYTES_MAY_TAKE = 2  # ... decode faster by matches, which may take this many times its size
+# ... decode faster by matches, which may take this many times its size below level `max`
+_BYTES_MAY_TAKE = 2
 _CLEARLY_LESS = 3 / 4  # matches that take this share of what zstd takes in one piece are better
 _REPETITIVE = 7 / 8  # a float's last plane that takes this share or less hints at repetition
 
@@ -173,7 +174,9 @@ def _estimate_whole(source: Source, level: Level) -> tuple[int, bool]:
     if min(by_zstd, by_matches) <= data.size * _FEW:  # both are fast there, and matches are long
         by_zstd = _estimate_pieces(data, zstd_nbytes, ZSTD_CHUNK_NBYTES)
         by_matches = _estimate_pieces(data, match_nbytes, ZSTD_CHUNK_NBYTES)
-        share = _BYTES_MAY_TAKE if unit_nbytes == 1 else 1 - _MATCHES_MUST_SAVE
+        share = 1 - _MATCHES_MUST_SAVE
+        if unit_nbytes == 1:
+            share = 1 if level is Level.MAX else _BYTES_MAY_TAKE
         matches = by_matches < by_zstd * share
         return by_matches if matches else by_zstd, matches
     if by_matches < by_zstd:

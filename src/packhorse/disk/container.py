@@ -368,6 +368,8 @@ def lay_out(
     Raises:
         TypeError: as for `check_tensors`, or `metadata` is not a mapping of strings to strings.
     """
+    if isinstance(tensors, Mapping):
+        tensors = dict(tensors)  # the caller may change its own while the file is written
     views = _checked_views(tensors, framework)
     if views.unknown():
         parts = {name: framework.readable(tensor) for name, tensor in tensors.items()}

@@ -228,16 +228,15 @@ def _short_ones(
     sizes = [chosen[k].frame.logical_nbytes for k in short]
     for run in batches(sizes, _TOGETHER_NBYTES):
         part = short[run.start : run.stop]
+        tensors: list[Any] = []
         with suppress(PackhorseError, OSError):
             tensors = _together(store, [chosen[k] for k in part], wanted, [
                 None if k not in targets else targets[k].leaf.tensor for k in part
             ])  # fmt: skip
-            done = {
-                k: tensor for k, tensor in zip(part, tensors, strict=True) if tensor is not None
-            }
-            found.update(done)
-            if wanted.progress is not None and done:
-                wanted.progress(sum(chosen[k].frame.logical_nbytes for k in done))
+        done = {k: tensor for k, tensor in zip(part, tensors, strict=False) if tensor is not None}
+        found.update(done)
+        if wanted.progress is not None and done:
+            wanted.progress(sum(chosen[k].frame.logical_nbytes for k in done))
     return found
 
 
