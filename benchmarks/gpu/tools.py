@@ -47,7 +47,7 @@ METRICS = (
     "dram__throughput.avg.pct",
     "lts__throughput.avg.pct",
     "l1tex__throughput.avg.pct_of_peak_sustained_elapsed",
-    "smsp__issue_active.avg.per_cycle",
+    "smsp__issue_active.avg",
     "issue_stalled",
     "pipe_alu.avg.pct_of_peak_sustained_active",
     "pipe_tensor_op_hmma.avg.pct_of_peak_sustained_active",
