@@ -96,14 +96,15 @@ class MatchFinder {
 
     void find(MatchParts& parts) {
         // At most, so that repetition behind a long piece without any is soon found.
-        constexpr std::size_t kMostSkipped = 64;
+        constexpr std::size_t kMostSkipped = 16;
         std::size_t at = 0, from = 0, missed = 0;
         uint32_t last = 1;
         const std::size_t stop = n_ > kHashed ? n_ - kHashed : 0;
         while (at < stop) {
             Match match = best_at(at, last);
             if (match.gain <= 0) {
-                at += 1 + std::min(missed++ >> kSearch.skip_log, kMostSkipped);
+                at += 1 + (missed >> kSearch.skip_log);
+                missed = std::min(missed + 1, kMostSkipped << kSearch.skip_log);
                 continue;
             }
             // A match of one number loses nothing: the next one may follow it.
