@@ -50,10 +50,11 @@ def fault_of_pair(plain: Place, packed: Place, settings: Settings, base: Bases |
 
 
 def _is_newer(output: Place, source: Place) -> bool:
-    """Whether an output was certainly written after its source."""
+    """Whether an output was certainly written after its source: equal times tell nothing, because
+    the clock of a file system has steps of some milliseconds."""
     written, changed = _times(output)[0], _times(source)[1]
     slack = 0.0 if type(output) is type(source) else _SKEW_S
-    return None not in (written, changed) and written >= changed + slack  # type: ignore[operator]
+    return None not in (written, changed) and written > changed + slack  # type: ignore[operator]
 
 
 def _times(place: Place) -> tuple[float | None, float | None]:
