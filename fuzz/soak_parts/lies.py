@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from random import Random
+from threading import Lock
 from typing import Any
 
 from edits import edit_json, edit_pairs
@@ -28,6 +29,7 @@ from soak_parts.samples import digest, draw_tensors, write_file, write_folder
 
 __all__ = ["PART"]
 
+_LOCK = Lock()
 _CORPUS = Path(__file__).parent.parent / "corpus"
 _TARGETS = ("frame", "reference", "file", "manifest")
 _SEEDS = {"reference": "frame"}
@@ -57,9 +59,16 @@ def _draw_inputs(rng: Random) -> Case:
     return {"target": target, "inputs": [base64.b64encode(data).decode() for data in inputs]}
 
 
-@cache
 def _seeds(target: str) -> list[bytes]:
-    """The seeds of a fuzzer: made ones, and inputs that broke something once."""
+    """The seeds of a fuzzer. One thread at a time makes them: a store of seeds is made with parts
+    of the library replaced for a moment."""
+    with _LOCK:
+        return _made_seeds(target)
+
+
+@cache
+def _made_seeds(target: str) -> list[bytes]:
+    """Made seeds, and inputs that broke something once."""
     kept = sorted((_CORPUS / target).glob("found-*"))
     return [seed for _, seed in TARGETS[target]()] + [path.read_bytes() for path in kept]
 
