@@ -123,7 +123,7 @@ inline Status join_matches(const DecodedParts& parts, const MatchCounts& counts,
         std::size_t copied = length;
         if (!has_room(length)) copied -= std::min(length, margin);
         copy_match(to, distance, copied);
-        for (; copied < length; ++copied) to[copied] = to[copied - distance];
+        for (; copied < length; ++copied) to[copied] = *(to + copied - distance);
         to += length;
     }
     if (runs.at != runs.end || lengths.at != lengths.end || literals_end - literals != end - to)
