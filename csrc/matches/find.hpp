@@ -4,7 +4,7 @@
 // these places, and from the distance of the match before, is compared with what its numbers would
 // cost as literals. If there is none, a second table shows a place where a shorter run occurred.
 // Above level fast, a match waits for one that begins a number later and saves more. The longer
-// nothing is found, the more numbers are skipped, and a match brings back half of them. All
+// nothing is found, the more numbers are skipped, up to 16; a match halves that again. All
 // arithmetic is in integers.
 #pragma once
 

@@ -7,9 +7,10 @@ from triton import language as tl
 __all__ = [
     "count_bits",
     "element_of",
+    "fetch_first",
+    "fetch_next",
     "load_ids",
     "load_number",
-    "load_rows",
     "put_exceptions",
     "stage_rows",
     "value_of",
@@ -140,6 +141,36 @@ def load_rows(rows_ptr, ids, out_rows, n_ids, first_row, stride, WORDS: tl.const
     place = tl.arange(0, WORDS)[None, :]
     mask = (out_rows < n_ids)[:, None] & (place < stride // 4)
     return tl.load(row[:, None] + place, mask=mask, other=0)
+
+
+@triton.jit
+def fetch_first(
+    rows_ptr, ids_ptr, n_ids, first_row, stride, BLOCK_ROWS: tl.constexpr, WORDS: tl.constexpr
+):
+    """The first whole rows of the program, and the numbers of those after them: rows are on their
+    way while others are decoded, and their numbers before them."""
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    ids = load_ids(ids_ptr, rows, n_ids)
+    held = load_rows(rows_ptr, ids, rows, n_ids, first_row, stride, WORDS)
+    return held, load_ids(ids_ptr, rows + tl.num_programs(0) * BLOCK_ROWS, n_ids)
+
+
+@triton.jit
+def fetch_next(
+    rows_ptr,
+    ids_ptr,
+    ids,
+    out_rows,
+    n_ids,
+    first_row,
+    stride,
+    BLOCK_ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """The rows of these numbers, which come after `out_rows`, and the numbers of those after."""
+    rows = out_rows + tl.num_programs(0) * BLOCK_ROWS
+    held = load_rows(rows_ptr, ids, rows, n_ids, first_row, stride, WORDS)
+    return held, load_ids(ids_ptr, rows + tl.num_programs(0) * BLOCK_ROWS, n_ids)
 
 
 @triton.jit

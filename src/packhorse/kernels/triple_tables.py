@@ -11,8 +11,9 @@ from triton import language as tl
 
 from packhorse.kernels.table_elements import (
     element_of,
+    fetch_first,
+    fetch_next,
     load_ids,
-    load_rows,
     put_exceptions,
     stage_rows,
 )
@@ -65,19 +66,15 @@ def gather_triples_kernel(
     WORD: tl.constexpr = tl.uint64 if BITS == 64 else tl.uint32
     thirds = tl.arange(0, 4)[None, :, None]
     if STAGED > 0:
-        # Rows are on their way while others are decoded, and their numbers before them.
-        first_rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        ids = load_ids(ids_ptr, first_rows, n_ids)
-        held = load_rows(rows_ptr, ids, first_rows, n_ids, first_row, stride, STAGED)
-        ids = load_ids(ids_ptr, first_rows + tl.num_programs(0) * BLOCK_ROWS, n_ids)
+        held, ids = fetch_first(rows_ptr, ids_ptr, n_ids, first_row, stride, BLOCK_ROWS, STAGED)
     for block in range(tl.program_id(0), tl.cdiv(n_ids, BLOCK_ROWS), tl.num_programs(0)):
         out_rows = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         mask_rows = out_rows < n_ids
         if STAGED > 0:
             row = stage_rows(scratch_ptr, held, stride, BLOCK_ROWS, STAGED)[:, None, None]
-            next_rows = out_rows + tl.num_programs(0) * BLOCK_ROWS
-            held = load_rows(rows_ptr, ids, next_rows, n_ids, first_row, stride, STAGED)
-            ids = load_ids(ids_ptr, next_rows + tl.num_programs(0) * BLOCK_ROWS, n_ids)
+            held, ids = fetch_next(
+                rows_ptr, ids_ptr, ids, out_rows, n_ids, first_row, stride, BLOCK_ROWS, STAGED
+            )
         else:
             ids = load_ids(ids_ptr, out_rows, n_ids)
             row = (rows_ptr + (ids - first_row) * stride)[:, None, None]
