@@ -23,7 +23,7 @@ from benchmarks.codecs import report
 
 HERE = Path(__file__).resolve().parent
 RESULT = HERE / "results" / "memory.json"
-DOCUMENT = HERE.parent / "docs" / "benchmarks.md"
+DOCUMENT = HERE.parent / "docs" / "benchmarks_codecs.md"
 LIMIT_NBYTES = 1 << 30
 SEED = 20240607
 

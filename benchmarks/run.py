@@ -4,9 +4,9 @@ Every codec proves its round trip before it is timed. All codecs run interleaved
 the same named data, and the printed table also shows where rivals are ahead. The short form
 measures the real weights and takes a few minutes; `--full` measures all data and all codecs in more
 rounds. `--full --write` also runs the variants (fresh memory, forced code paths), keeps the figures
-in `benchmarks/results/`, and makes `docs/benchmarks.md`, its picture and the table in `README.md`
-from all figures there. Two forms time nothing: `--render` only makes these documents, and `--check`
-exits 1 if a ratio is below the one that the project promises.
+in `benchmarks/results/`, and makes `docs/benchmarks.md`, `docs/benchmarks_codecs.md`, their picture
+and the table in `README.md` from all figures there. Two forms time nothing: `--render` only makes
+these documents, and `--check` exits 1 if a ratio is below the one that the project promises.
 
 `run.py snapshots` measures pairs of training checkpoints instead, and has a document of its own:
 see snapshots/measure.py. `run.py shelf` measures arrays that live on disk: see shelf/measure.py.
@@ -33,7 +33,7 @@ from typing import Any
 # Run as a file, a command finds the package `benchmarks` only in the folder that holds it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.codecs import peers, report, targets
+from benchmarks.codecs import page, peers, report, targets
 from benchmarks.codecs.measure import Contender, compete, enter
 from benchmarks.common import figures
 from benchmarks.common.process import SIMD_VARIABLE, code_path, restart
@@ -47,7 +47,8 @@ from benchmarks.wire import measure as wire
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
-DOCUMENT = HERE.parent / "docs" / "benchmarks.md"
+PAGE = HERE.parent / "docs" / "benchmarks.md"
+DOCUMENT = HERE.parent / "docs" / "benchmarks_codecs.md"
 PICTURE = HERE.parent / "docs" / report.PICTURE
 README = HERE.parent / "README.md"
 SIMD_NAMES = ["portable", "neon", "avx2", "avx512", "avx512_vbmi2"]
@@ -286,12 +287,13 @@ def _keep(result: dict[str, Any], args: argparse.Namespace) -> None:
 
 
 def _write_documents() -> None:
+    PAGE.write_text(page.page(RESULTS))
     DOCUMENT.write_text(report.document(RESULTS))
     README.write_text(report.readme(README.read_text(), RESULTS))
     picture = report.picture(RESULTS)
     if picture:
         PICTURE.write_text(picture)
-    print(f"\nwrote {DOCUMENT}, its picture and the table in {README}")
+    print(f"\nwrote {PAGE}, {DOCUMENT}, their picture and the table in {README}")
 
 
 if __name__ == "__main__":

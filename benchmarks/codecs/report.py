@@ -1,4 +1,4 @@
-"""The tables of a measurement as Markdown, for the terminal, docs/benchmarks.md and README.md.
+"""The tables of a measurement as Markdown: for the terminal, docs/benchmarks_codecs.md, README.md.
 
 Everything here is a function of the JSON that run.py, memory.py and import_time.py keep; nothing is
 measured. No ratio stands without both speeds, every target says whether it is met, and every figure
@@ -18,15 +18,23 @@ __all__ = [
     "KINDS",
     "OURS",
     "PICTURE",
+    "PICTURE_ALT",
+    "PLOTTED",
+    "RIVAL",
     "Result",
     "Row",
     "conditions",
     "document",
     "find_row",
+    "glance",
+    "is_special",
+    "load",
     "losses",
+    "main_run",
     "of_set",
     "picture",
     "readme",
+    "relative",
     "section",
     "summary",
     "targets",
@@ -68,9 +76,10 @@ PLOTTED = "model_bf16"
 PICTURE = "benchmarks.svg"
 PICTURE_ALT = "Ratio against decoding speed of every codec on bf16 weights, one thread"
 
-INTRODUCTION = """# Benchmarks
+INTRODUCTION = """# Benchmarks of codecs
 
-Written by `make bench ARGS="--full --write"` from `benchmarks/results/`; do not edit by hand.
+All figures behind [benchmarks](benchmarks.md). Written by `make bench ARGS="--full --write"` from
+`benchmarks/results/`; do not edit by hand.
 
 - Ratio is original over packed bytes, headers counted. Speeds are 10^9 bytes of the original a
   second, through Python: the median of the rounds, with the least and the greatest in brackets.
@@ -122,8 +131,8 @@ def section(dataset: Row, rows: list[Row], rival: str = RIVAL) -> str:
             written_ratio(row["ratio"]),
             _spread(row["encode"]),
             _spread(row["decode"]),
-            _relative(row, find_row(rows, rival, row["threads"]), "{:.2f}"),
-            _relative(row, find_row(rows, CEILING, 1), "{:.0%}"),
+            relative(row, find_row(rows, rival, row["threads"]), "{:.2f}"),
+            relative(row, find_row(rows, CEILING, 1), "{:.0%}"),
         ]
         cells[0] += " †" if row in slow else ""
         lines.append(f"| {' | '.join(cells)} |")
@@ -154,7 +163,8 @@ def written_speed(speed: float) -> str:
     return f"{speed:.2f}" if speed >= 0.1 else f"{speed:.3f}"
 
 
-def _relative(row: Row, other: Row | None, form: str) -> str:
+def relative(row: Row, other: Row | None, form: str) -> str:
+    """Encoding and decoding speed over those of another row, written with `form`."""
     if other is None:
         return ""
     return " / ".join(form.format(row[way][0] / other[way][0]) for way in ("encode", "decode"))
@@ -173,14 +183,15 @@ def of_set(result: Result, name: str) -> list[Row]:
 
 def summary(result: Result) -> str:
     """Our default level on every data set beside zipnn's speed, then the packed files."""
-    parts = ["## Our default level at a glance", "", _glance(result)]
+    parts = ["## Our default level at a glance", "", glance(result)]
     if result["files"]:
         parts += ["", "## The model as whole files, packed and unpacked byte for byte", ""]
         parts.append(_files(result["files"]))
     return "\n".join(parts)
 
 
-def _glance(result: Result) -> str:
+def glance(result: Result) -> str:
+    """Our default level on every data set beside zipnn's speed, as a table."""
     lines = [
         "| data | ratio | zipnn | encode GB/s | decode GB/s | x zipnn | of copy | two threads |",
         "|---|--:|--:|--:|--:|--:|--:|--:|",
@@ -196,8 +207,8 @@ def _glance(result: Result) -> str:
             written_ratio(rival["ratio"]) if rival else "",
             written_speed(ours["encode"][0]),
             written_speed(ours["decode"][0]),
-            _relative(ours, rival, "{:.2f}"),
-            _relative(ours, find_row(rows, CEILING, 1), "{:.0%}"),
+            relative(ours, rival, "{:.2f}"),
+            relative(ours, find_row(rows, CEILING, 1), "{:.0%}"),
             _gain(ours, find_row(rows, OURS, 2)),
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -286,7 +297,7 @@ def picture(results: Path) -> str | None:
     Args:
         results: the folder of JSON files that `--write` keeps.
     """
-    run = _main_run(results)
+    run = main_run(results)
     rows = [row for row in of_set(run, PLOTTED) if row["threads"] == 1] if run else []
     if run is None or not rows:
         return None
@@ -299,16 +310,16 @@ def picture(results: Path) -> str | None:
 
 
 def document(results: Path) -> str:
-    """The whole of docs/benchmarks.md.
+    """The whole of docs/benchmarks_codecs.md.
 
     Args:
         results: the folder of JSON files that `--write` keeps.
     """
-    loaded = _load(results)
-    runs = sorted((r for r in loaded if r["kind"] == "codecs"), key=_is_special)
+    loaded = load(results)
+    runs = sorted((r for r in loaded if r["kind"] == "codecs"), key=is_special)
     parts = [INTRODUCTION]
     for run in runs:
-        parts.append(_forced(run) if _is_special(run) else _main(run))
+        parts.append(_forced(run) if is_special(run) else _main(run))
     parts += [_costs(r) for r in loaded if r["kind"] in _COSTS]
     return "\n".join(parts).rstrip() + "\n"
 
@@ -330,7 +341,7 @@ def readme(text: str, results: Path) -> str:
     _, end, after = rest.partition(README_END)
     if not begin or not end:
         raise ValueError(f"README.md needs the lines {README_BEGIN!r} and {README_END!r}")
-    run = _main_run(results)
+    run = main_run(results)
     if run is None:
         return text
     return f"{before}{begin}\n{_readme_table(run)}\n{end}{after}"
@@ -357,16 +368,19 @@ def _readme_cell(row: Row | None) -> str:
     return f"{row['ratio']:.3f} ({speeds})"
 
 
-def _load(results: Path) -> list[Result]:
+def load(results: Path) -> list[Result]:
+    """What runs have kept in the folder `results`, sorted by the names of the files."""
     return [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
 
 
-def _main_run(results: Path) -> Result | None:
-    runs = (run for run in _load(results) if run["kind"] == "codecs" and not _is_special(run))
+def main_run(results: Path) -> Result | None:
+    """The run of all data on the machine's best path; None if there is none yet."""
+    runs = (run for run in load(results) if run["kind"] == "codecs" and not is_special(run))
     return next(runs, None)
 
 
-def _is_special(run: Result) -> bool:
+def is_special(run: Result) -> bool:
+    """Whether the run had a path forced on it, or fresh memory."""
     return bool(run["simd"] != "auto" or run["fresh_memory"])
 
 

@@ -18,7 +18,8 @@ GLANCE = (RIVAL, "bitx-like", "xor+pcodec")
 INTRODUCTION = """# Benchmarks of checkpoints
 
 Written by `make bench ARGS="snapshots --write"` from `benchmarks/results/snapshots.json`; do not
-edit by hand. Ratio, speed and memory mean the same as in [benchmarks.md](benchmarks.md).
+edit by hand. Ratio, speed and memory mean the same as in
+[benchmarks_codecs.md](benchmarks_codecs.md).
 
 - A pair is two checkpoints of the run that `make training` makes: a model of 18.3 million
   parameters that learns with AdamW. The newer one is packed; the older one is at hand for packing

@@ -26,7 +26,14 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = (
     *("run", "common.machine", "common.process", "data.sets", "layers.weights"),
-    *("codecs.measure", "codecs.peers", "codecs.plot", "codecs.report", "codecs.targets"),
+    *(
+        "codecs.measure",
+        "codecs.peers",
+        "codecs.page",
+        "codecs.plot",
+        "codecs.report",
+        "codecs.targets",
+    ),
     *("snapshots.delta_peers", "snapshots.measure", "snapshots.pairs", "snapshots.report"),
 )
 RIVALS = (
@@ -58,8 +65,15 @@ def benchmarks() -> Iterator[dict[str, ModuleType]]:
         yield modules
 
 
-def test_document_is_what_the_kept_figures_give(benchmarks: dict[str, ModuleType]) -> None:
+def test_page_is_what_the_kept_figures_give(benchmarks: dict[str, ModuleType]) -> None:
+    """It has at most two screens, of 50 lines each."""
     written = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert written == benchmarks["codecs.page"].page(ROOT / "benchmarks" / "results")
+    assert len(written.splitlines()) <= 100
+
+
+def test_document_is_what_the_kept_figures_give(benchmarks: dict[str, ModuleType]) -> None:
+    written = (ROOT / "docs" / "benchmarks_codecs.md").read_text()
     assert written == benchmarks["codecs.report"].document(ROOT / "benchmarks" / "results")
 
 

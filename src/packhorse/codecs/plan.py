@@ -35,7 +35,8 @@ _PIECE_NBYTES = 1 << 17
 _LEAST_PIECE_NBYTES = 1 << 16  # of a short tensor, a trial takes less than its whole
 _MAX_PIECES = 3
 _PIECE_PART = 32  # a piece is at most this part of a tensor, ...
-_LONG_PIECE_PART = 48  # ... and a long one, which only says how good matches are, this part
+# ... and a long one, which only says how good matches are, this part, but no shorter than others
+_LONG_PIECE_PART = 48
 _VERY_REPETITIVE = 1 / 8  # at this share or less, pieces are as long as chunks
 _MIN_SAVING = 1 / 256  # a tensor that saves less is stored as it is, at copy speed
 _WHOLE_MUST_SAVE = 0.04  # of the planes' size, because matches and zstd are slower
@@ -180,7 +181,8 @@ def _estimate_whole(source: Source, level: Level) -> tuple[int, bool]:
         matches = by_matches < by_zstd * share
         return by_matches if matches else by_zstd, matches
     if by_matches < by_zstd:
-        long = min(ZSTD_CHUNK_NBYTES, data.size // _LONG_PIECE_PART // 8 * 8)
+        long = max(_PIECE_NBYTES, data.size // _LONG_PIECE_PART // 8 * 8)
+        long = min(ZSTD_CHUNK_NBYTES, long)
         if long > part and by_matches <= data.size * _VERY_REPETITIVE:
             by_matches = _estimate_pieces(data, match_nbytes, long)
         return by_matches, True

@@ -135,7 +135,7 @@ def load_ids(ids_ptr, out_rows, n_ids):
 
 
 @triton.jit
-def load_rows(rows_ptr, ids, out_rows, n_ids, first_row, stride, WORDS: tl.constexpr):
+def _load_rows(rows_ptr, ids, out_rows, n_ids, first_row, stride, WORDS: tl.constexpr):
     """Whole rows, as words of 4 bytes: wide loads, whatever lies where in a row."""
     row = (rows_ptr + (ids - first_row) * stride).to(tl.pointer_type(tl.uint32))
     place = tl.arange(0, WORDS)[None, :]
@@ -151,7 +151,7 @@ def fetch_first(
     way while others are decoded, and their numbers before them."""
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     ids = load_ids(ids_ptr, rows, n_ids)
-    held = load_rows(rows_ptr, ids, rows, n_ids, first_row, stride, WORDS)
+    held = _load_rows(rows_ptr, ids, rows, n_ids, first_row, stride, WORDS)
     return held, load_ids(ids_ptr, rows + tl.num_programs(0) * BLOCK_ROWS, n_ids)
 
 
@@ -169,7 +169,7 @@ def fetch_next(
 ):
     """The rows of these numbers, which come after `out_rows`, and the numbers of those after."""
     rows = out_rows + tl.num_programs(0) * BLOCK_ROWS
-    held = load_rows(rows_ptr, ids, rows, n_ids, first_row, stride, WORDS)
+    held = _load_rows(rows_ptr, ids, rows, n_ids, first_row, stride, WORDS)
     return held, load_ids(ids_ptr, rows + tl.num_programs(0) * BLOCK_ROWS, n_ids)
 
 
