@@ -229,7 +229,12 @@ LMCACHE_NEEDS := aiofile aiofiles aiohttp blake3 cachetools cryptography msgspec
 		| $(PIP) install --quiet -r /dev/stdin
 	@touch $@
 
-.venv/.bench: .venv/.torch $(SOURCES)
+# The library of nvCOMP is not free software, so nothing but the benchmarks installs it.
+.venv/.nvcomp: .venv/.python
+	@$(PIP) install --quiet --no-deps nvidia-libnvcomp-cu13==6.0.0.12
+	@touch $@
+
+.venv/.bench: .venv/.torch .venv/.nvcomp $(SOURCES)
 	@$(INSTALL) ".[bench]"
 	@touch $@
 

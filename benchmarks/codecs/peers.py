@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.codecs import nvcomp
 from benchmarks.data.sets import DataSet
 
 __all__ = [
@@ -54,7 +55,7 @@ Buffer = Any  # whatever memoryview takes; collections.abc.Buffer came with Pyth
 Packed = Buffer | list[Buffer]
 PACKAGES = (
     *("packhorse", "numpy", "zipnn", "openzl", "pcodec", "zstandard", "torch", "blosc2"),
-    *("lz4", "ml_dtypes"),
+    *("lz4", "ml_dtypes", nvcomp.PACKAGE),
 )
 POISON = 0xA5
 ALIGNMENT = 64
@@ -381,6 +382,13 @@ def _lz4(data: DataSet, setup: Setup) -> Codec:
     return BytesCodec(data, setup, pack=lz4.compress, unpack=lz4.decompress)
 
 
+def _nvcomp(data: DataSet, setup: Setup, *, kind: str) -> Codec:
+    _single(setup, "nvCOMP on a CPU")
+    if kind == "bitcomp":
+        return nvcomp.BitcompCodec(data)
+    return nvcomp.GdeflateCodec(data, level=1)
+
+
 class _Kept(io.BytesIO):
     """A stream that stays open when its writer closes it."""
 
@@ -516,6 +524,15 @@ CODECS: dict[str, Entry] = {
     ),
     "blosc2-bitshuffle-zstd": Entry(
         partial(BloscCodec, codec="ZSTD"), "level 5; decodes into the caller's memory"
+    ),
+    "nvcomp-bitcomp": Entry(
+        partial(_nvcomp, kind="bitcomp"),
+        "nvCOMP's for CPUs, on unsigned integers; decodes into the caller's memory",
+    ),
+    "nvcomp-gdeflate": Entry(
+        partial(_nvcomp, kind="gdeflate"),
+        "nvCOMP's for CPUs, level 1, 64 KiB of raw bytes at a time; into the caller's memory",
+        True,
     ),
     "lz4": Entry(_lz4, f"a block of the raw bytes; {_NEW}"),
 }

@@ -39,7 +39,8 @@ MODULES = (
 RIVALS = (
     *("zipnn", "openzl", "openzl-fse", "pcodec", "pcodec-12", "zstandard-1", "zstandard-3"),
     *("planes+zstandard-1", "planes+zstandard-3", "planes+bz2", "dcp-zstd"),
-    *("blosc2-bitshuffle-lz4", "blosc2-bitshuffle-zstd", "lz4"),
+    *("blosc2-bitshuffle-lz4", "blosc2-bitshuffle-zstd", "nvcomp-bitcomp", "nvcomp-gdeflate"),
+    "lz4",
 )
 OURS = ("packhorse-fast", "packhorse", "packhorse-max")
 DTYPES = {
