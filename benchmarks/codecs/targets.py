@@ -259,7 +259,7 @@ _BF16 = (
     *(FastestAbove(way, 1.4) for way in WAYS),
     *_faster("zipnn", 2.8, 2.4),
     Faster("decode", COPY, 0.6),
-    *(Gain(way, 1.8) for way in WAYS),
+    *(Gain(way, 1.85) for way in WAYS),
 )
 _BF16_MAX = (Denser("pcodec"), Denser("pcodec-12"), Faster("decode", "zipnn"))
 _BF16_FAST = (
