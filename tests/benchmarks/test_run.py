@@ -403,7 +403,7 @@ def _met(benchmarks: dict[str, ModuleType], rows: list[dict[str, Any]]) -> dict[
 def test_targets_are_met_exactly_from_their_bars(benchmarks: dict[str, ModuleType]) -> None:
     rivals = [_row("np.copyto", 1.0, 6.0), _row("zipnn", 1.5, 1.0), _row("pcodec", 1.509, 0.1)]
     rivals.append(_row("openzl-fse", 1.507, 0.5))
-    two = _row("packhorse", 1.508, 5.4, threads=2)
+    two = _row("packhorse", 1.508, 5.6, threads=2)
     met = _met(benchmarks, [*rivals, _row("packhorse", 1.508, 3.0), two])
     assert len(met) == 10
     assert [words for words, verdict in met.items() if not verdict] == [
@@ -411,8 +411,8 @@ def test_targets_are_met_exactly_from_their_bars(benchmarks: dict[str, ModuleTyp
     ]
     missed = _met(benchmarks, [*rivals, _row("packhorse", 1.499, 0.9), two])
     assert [words for words, verdict in missed.items() if verdict] == [
-        "encode, two threads at least 1.8 times one thread's",
-        "decode, two threads at least 1.8 times one thread's",
+        "encode, two threads at least 1.85 times one thread's",
+        "decode, two threads at least 1.85 times one thread's",
     ]
 
 
