@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from packhorse.frame import Plan, planned_frame_nbytes
 from packhorse.storage.locations import Place
@@ -25,9 +25,8 @@ _NOTABLE_NBYTES = 1 << 14
 Progress: TypeAlias = Callable[[int], None]
 
 
-@dataclass(frozen=True, slots=True)
-class TensorResult:
-    """One tensor that was packed or unpacked.
+class TensorResult(NamedTuple):
+    """One tensor that was packed or unpacked. (A named tuple, since a file may have a million.)
 
     Attributes:
         name: the tensor's name.

@@ -400,7 +400,8 @@ def build_header(
         rows.append(f"{quoted(METADATA_KEY)}:{_written(_checked_pairs(metadata))}")
     stop = 0
     beginnings: dict[tuple[str, tuple[int, ...]], tuple[str, int]] = {}  # tensors have few forms
-    for name in sorted(tensors, key=lambda name: _save_key(name, tensors[name][0])):
+    keys = [_save_key(name, form[0]) for name, form in tensors.items()]
+    for _, _, name in sorted(keys):
         dtype, shape = form = tensors[name][0], tuple(tensors[name][1])
         if form not in beginnings:
             beginning = f'{{"dtype":{quoted(dtype)},"shape":{_written(shape)},"data_offsets":['
@@ -418,15 +419,18 @@ def build_header(
     return parse_header(text, label="header to be written")
 
 
-def _save_key(name: str, dtype: str) -> tuple[int, bytes]:
+def _save_key(name: str, dtype: str) -> tuple[int, bytes, str]:
+    """What the saving order compares, and the name."""
     if not isinstance(name, str):
         raise TypeError(f"a tensor's name must be a string, not {name!r}")
     if name == METADATA_KEY:
         raise ValueError(f"no tensor can have the name {METADATA_KEY!r}; safetensors reserves it")
-    check_text(name)
-    if dtype not in _RANKS:
+    if not name.isascii():
+        check_text(name)
+    rank = _RANKS.get(dtype)
+    if rank is None:
         raise CompatibilityError(f"tensor {name!r}: safetensors has no dtype {dtype!r}")
-    return _RANKS[dtype], name.encode()
+    return rank, name.encode(), name
 
 
 def _written(value: object) -> str:
