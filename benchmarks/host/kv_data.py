@@ -68,7 +68,7 @@ def _language_model(n_sequences: int) -> list[tuple[Tensor, Tensor]]:
     ids = Vocabulary.of(texts, shape.vocabulary).encode(texts[: 3 * n_sequences])
     model = LanguageModel(shape, seed=0)
     tensors = sets.training_tensors("w32", None, "F32", np.float32)
-    model.load_state_dict({name: torch.from_numpy(array) for name, array in tensors.items()})
+    model.load_state_dict({name: torch.tensor(array) for name, array in tensors.items()})
     cache = Cache()
     wanted = torch.from_numpy(ids[: n_sequences * CONTEXT].astype(np.int64))
     model.logits(wanted.view(n_sequences, -1), cache)
