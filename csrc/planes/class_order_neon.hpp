@@ -54,7 +54,7 @@ PACKHORSE_INLINE void class_places_neon(const uint8_t* keys, const uint8_t* cuts
 template <uint32_t kClasses>
 PACKHORSE_INLINE void unsort_block_neon(const uint8_t* const* next, const ClassPlacesNeon* places,
                                         uint8_t* dst) {
-#pragma GCC unroll 1
+#pragma GCC unroll 8
     for (uint32_t g = 0; g < 8; ++g) {
         uint8x8_t units = vdup_n_u8(0);
 #pragma GCC unroll 8
@@ -71,7 +71,7 @@ PACKHORSE_INLINE void unsort_block_neon(const uint8_t* const* next, const ClassP
 template <uint32_t kClasses>
 PACKHORSE_INLINE void sort_block_neon(const uint8_t* src, const ClassPlacesNeon* places,
                                       uint8_t* const* next) {
-#pragma GCC unroll 1
+#pragma GCC unroll 8
     for (uint32_t g = 0; g < 8; ++g) {
         const uint8x8_t units = vld1_u8(src + 8 * g);
 #pragma GCC unroll 8

@@ -1,9 +1,9 @@
 // Encoding rounds of 128 lanes with NEON (docs/format.md, 6.4), with states in two halves as in
 // rans/decode_neon.hpp.
 //
-// A quotient is estimated in floating point as in rans/encode_portable.hpp. If there is a
-// SpreadMap, everything is looked up in registers, as planes of bytes, 16 lanes at a time. Other
-// models load divisors and slots from memory.
+// A quotient is the upper half of a product with a reciprocal, exact or too small by one as in
+// rans/encode_portable.hpp. If there is a SpreadMap, everything is looked up in registers, as
+// planes of bytes, 16 lanes at a time. Other models load divisors and slots from memory.
 //
 // A round has three steps: it divides all states, it writes the words of both pieces of 64 lanes,
 // and it looks up all slots.
@@ -46,12 +46,11 @@ struct alignas(64) EncodeLanesNeon {
     }
 };
 
-// The divisors of 16 lanes. The reciprocals are half of those of RansVectorTables: NEON converts
-// unsigned numbers, so nothing is halved.
+// The divisors of 16 lanes.
 struct DivisorsNeon {
     uint16x8_t freq[2];
     uint16x8_t start[2];
-    float32x4_t reciprocal[4];
+    uint32x4_t reciprocal[4];
 };
 
 constexpr std::size_t kNarrowMapSize = kSpreadSize >> kNarrowBucketLog;  // buckets, and runs
@@ -70,8 +69,7 @@ inline void fill_spread_bytes(const SpreadMap& map, uint32_t n_codes, SpreadByte
     bytes = {};
     for (uint32_t c = 0; c < n_codes; ++c) {
         const uint32_t freq = map.freq[c], start = map.start[c];
-        const auto reciprocal =
-            std::bit_cast<uint32_t>(0.5f * std::bit_cast<float>(half_reciprocal_below(freq)));
+        const uint32_t reciprocal = integer_reciprocal_below(freq);
         for (uint32_t k = 0; k < 2; ++k) {
             bytes.freq[k][c] = static_cast<uint8_t>(freq >> (8 * k));
             bytes.start[k][c] = static_cast<uint8_t>(start >> (8 * k));
@@ -115,8 +113,8 @@ struct SpreadTablesNeon {
         zip_bytes_neon(of_code(bytes.reciprocal[2], code), of_code(bytes.reciprocal[3], code),
                        upper);
         for (int h = 0; h < 2; ++h) {
-            by.reciprocal[2 * h] = vreinterpretq_f32_u16(vzip1q_u16(lower[h], upper[h]));
-            by.reciprocal[2 * h + 1] = vreinterpretq_f32_u16(vzip2q_u16(lower[h], upper[h]));
+            by.reciprocal[2 * h] = vreinterpretq_u32_u16(vzip1q_u16(lower[h], upper[h]));
+            by.reciprocal[2 * h + 1] = vreinterpretq_u32_u16(vzip2q_u16(lower[h], upper[h]));
         }
     }
 
@@ -152,9 +150,8 @@ struct VectorTablesNeon {
                                                     vdupq_n_u64(tables.divisors[four[2]]), 1);
                 freq_start[k] = vreinterpretq_u16_u32(
                     vuzp1q_u32(vreinterpretq_u32_u64(a), vreinterpretq_u32_u64(b)));
-                const uint32x4_t doubled =
+                by.reciprocal[2 * h + k] =
                     vuzp2q_u32(vreinterpretq_u32_u64(a), vreinterpretq_u32_u64(b));
-                by.reciprocal[2 * h + k] = vmulq_n_f32(vreinterpretq_f32_u32(doubled), 0.5f);
             }
             by.freq[h] = vuzp1q_u16(freq_start[0], freq_start[1]);
             by.start[h] = vuzp2q_u16(freq_start[0], freq_start[1]);
@@ -176,11 +173,19 @@ struct VectorTablesNeon {
     }
 };
 
+// The upper halves of products. Conversions to floats and back have half the throughput on
+// Neoverse.
+PACKHORSE_INLINE uint32x4_t multiply_high_neon(uint32x4_t a, uint32x4_t b) {
+    const uint64x2_t lower = vmull_u32(vget_low_u32(a), vget_low_u32(b));
+    const uint64x2_t upper = vmull_high_u32(a, b);
+    return vuzp2q_u32(vreinterpretq_u32_u64(lower), vreinterpretq_u32_u64(upper));
+}
+
 // Divides the states of eight lanes, after their words are taken off them. Returns the lanes that
 // keep their words.
 template <bool kExactQuotient>
 PACKHORSE_INLINE uint16x8_t divide_neon(EncodeLanesNeon& lanes, std::size_t lane, uint16x8_t freq,
-                                        uint16x8_t start, const float32x4_t* reciprocal) {
+                                        uint16x8_t start, const uint32x4_t* reciprocal) {
     const uint16x8_t high = vld1q_u16(lanes.high + lane), low = vld1q_u16(lanes.low + lane);
     // A state of freq * 2^20 or more emits a word.
     const uint16x8_t keeps = vcgtq_u16(freq, vshrq_n_u16(high, 4));
@@ -188,8 +193,7 @@ PACKHORSE_INLINE uint16x8_t divide_neon(EncodeLanesNeon& lanes, std::size_t lane
     const uint32x4_t states[2] = {vreinterpretq_u32_u16(vzip1q_u16(lower, upper)),
                                   vreinterpretq_u32_u16(vzip2q_u16(lower, upper))};
     uint32x4_t quotient[2];
-    for (int k = 0; k < 2; ++k)
-        quotient[k] = vcvtq_u32_f32(vmulq_f32(vcvtq_f32_u32(states[k]), reciprocal[k]));
+    for (int k = 0; k < 2; ++k) quotient[k] = multiply_high_neon(states[k], reciprocal[k]);
     uint16x8_t narrow =
         vuzp1q_u16(vreinterpretq_u16_u32(quotient[0]), vreinterpretq_u16_u32(quotient[1]));
     // The remainder is below 2 * freq, so its low half is enough.

@@ -17,7 +17,8 @@
 namespace packhorse {
 
 struct alignas(64) RansVectorTables {
-    // By code: freq (bits 0-15), 2 * start (16-31), and the bits of a float, about 2 / freq.
+    // By code: freq (bits 0-15), 2 * start (16-31), and the bits of a float, about 2 / freq, or for
+    // NEON an integer, about 2^32 / freq.
     uint64_t divisors[256];
     // By 2 * start + remainder: the lower part of the next state. Loads take four bytes.
     uint16_t slots[2 * kProbSum + 2];
@@ -38,14 +39,21 @@ inline uint32_t half_reciprocal_below(uint32_t freq) {
     return static_cast<double>(nearest) <= limit ? bits : bits - 1;
 }
 
+// The largest m with freq * m < 2^32, and at least 2^32 - freq. The upper half of x * m, for any
+// state x, is x / freq rounded down, or less by one: it lacks at most x / 2^32.
+inline uint32_t integer_reciprocal_below(uint32_t freq) {
+    return ~uint32_t{0} / freq;
+}
+
 // `slots` maps start + rank to the slot.
 inline void fill_vector_tables(const RansModel& model, const uint16_t* slots,
                                RansVectorTables& tables) {
     uint32_t start = 0;
     for (uint32_t c = 0; c < model.n_codes; ++c) {
         const uint32_t freq = model.freqs[c];
-        tables.divisors[c] =
-            freq | start << 17 | static_cast<uint64_t>(half_reciprocal_below(freq)) << 32;
+        const uint32_t reciprocal =
+            PACKHORSE_ARM ? integer_reciprocal_below(freq) : half_reciprocal_below(freq);
+        tables.divisors[c] = freq | start << 17 | static_cast<uint64_t>(reciprocal) << 32;
         uint16_t* const dst = tables.slots + 2 * start;
         std::memcpy(dst, slots + start, freq * sizeof *slots);
         for (uint32_t rank = 0; rank < freq; ++rank)
