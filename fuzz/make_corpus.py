@@ -405,6 +405,20 @@ def file_seeds() -> Seeds:
     yield from _index_seeds()
 
 
+def file_header_seeds() -> Seeds:
+    """JSON, as savers write it. Others are unusual, so that the core refuses them."""
+    for name, seed in file_seeds():
+        if name.startswith(("raw", "based")) and "written" not in name:
+            data = seed[1:]
+            yield name, data[8 : 8 + int.from_bytes(data[:8], "little")]
+    forms = {"a": ("F32", ()), "b.\u00e9": ("BF16", (2, 0, 3)), "c": ("U8", (1,) * 8)}
+    for number, metadata in enumerate((None, {}, {"format": "pt"}, {"{[\u00e9\\": '"}, {"'})):
+        text = build_header(forms, metadata).text
+        yield f"usual-{number}", text
+        for k, (old, new) in enumerate(((b'"b', b'"\\n'), (b'":', b'" :'), (b'e":[', b'e":[0'))):
+            yield f"made-{number}-{k}", text.replace(old, new, 1)
+
+
 def _based_seeds() -> Seeds:
     """Files whose frames have the base that harness.py makes."""
     for number, dtype in enumerate(_DELTA_DTYPES):
@@ -553,6 +567,7 @@ TARGETS = {
     "weights": weights_seeds,
     "frame": frame_seeds,
     "file": file_seeds,
+    "file_header": file_header_seeds,
     "manifest": manifest_seeds,
     "update": update_seeds,
     "piece": piece_seeds,

@@ -2,12 +2,15 @@
 #pragma once
 
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cstring>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -16,8 +19,42 @@
 
 namespace packhorse {
 
-// The rows of a packed file's header: JSON of the entries of frames that follow each other, whose
-// names are quoted already.
+// The UTF-8 of a string of Python, which keeps it.
+inline std::string_view utf8_of(nb::handle string) {
+    Py_ssize_t size = 0;
+    const char* const text = PyUnicode_AsUTF8AndSize(string.ptr(), &size);
+    if (text == nullptr) throw nb::python_error();
+    return {text, static_cast<std::size_t>(size)};
+}
+
+// Appends a string of JSON, with escapes for what needs one.
+inline void append_quoted(std::string& text, std::string_view string) {
+    constexpr std::string_view kShort = "\"\"\\\\\bb\ff\nn\rr\tt";  // each with its letter
+    constexpr char kDigits[] = "0123456789abcdef";
+    text += '"';
+    for (const char c : string) {
+        const auto unit = static_cast<unsigned char>(c);
+        if (unit >= 0x20 && c != '"' && c != '\\') {
+            text += c;
+            continue;
+        }
+        std::size_t at = 0;
+        while (at < kShort.size() && kShort[at] != c) at += 2;
+        text += '\\';
+        if (at < kShort.size())
+            text += kShort[at + 1];
+        else
+            text.append("u00").append({kDigits[unit >> 4], kDigits[unit & 15]});
+    }
+    text += '"';
+}
+
+// Where a tensor's bytes lie, at the end of its row.
+inline void append_offsets(std::string& rows, std::size_t start, std::size_t stop) {
+    rows += "\"data_offsets\":[" + std::to_string(start) + ',' + std::to_string(stop) + "]}";
+}
+
+// The rows of a packed file's header: JSON of the entries of frames that follow each other.
 inline nb::bytes rows_of_frames(const nb::list& names, const std::vector<std::size_t>& lengths) {
     require(names.size() == lengths.size(), "each frame needs a name");
     std::string rows;
@@ -25,15 +62,43 @@ inline nb::bytes rows_of_frames(const nb::list& names, const std::vector<std::si
     for (std::size_t i = 0; i < lengths.size(); ++i) {
         const std::size_t start = stop;
         stop += lengths[i];
-        Py_ssize_t size = 0;
-        const char* const name = PyUnicode_AsUTF8AndSize(nb::handle(names[i]).ptr(), &size);
-        if (name == nullptr) throw nb::python_error();
         if (i > 0) rows += ',';
-        rows.append(name, static_cast<std::size_t>(size));
-        rows += ":{\"dtype\":\"U8\",\"shape\":[" + std::to_string(lengths[i]);
-        rows += "],\"data_offsets\":[" + std::to_string(start) + ',' + std::to_string(stop) + "]}";
+        append_quoted(rows, utf8_of(names[i]));
+        rows += ":{\"dtype\":\"U8\",\"shape\":[" + std::to_string(lengths[i]) + "],";
+        append_offsets(rows, start, stop);
     }
     return nb::bytes(rows.data(), rows.size());
+}
+
+// The rows of a plain file's header: JSON of tensors that follow each other. `forms` are what
+// tensors have in common (rank, JSON of the dtype and the shape, length), and `numbers` says which
+// form each has. Tensors of a lower rank come first, then those whose names have lower bytes.
+// Returns the rows, and the number of the tensor in each.
+inline std::pair<nb::bytes, std::vector<std::size_t>> rows_of_tensors(
+    const nb::list& names, const std::vector<std::size_t>& numbers,
+    const std::vector<std::tuple<int, std::string, std::size_t>>& forms) {
+    require(names.size() == numbers.size(), "each tensor needs a name");
+    std::vector<std::tuple<int, std::string_view, std::size_t>> keys;
+    keys.reserve(numbers.size());
+    for (std::size_t i = 0; i < numbers.size(); ++i) {
+        require(numbers[i] < forms.size(), "there is no such form");
+        keys.emplace_back(std::get<0>(forms[numbers[i]]), utf8_of(names[i]), i);
+    }
+    std::sort(keys.begin(), keys.end());
+    std::string rows;
+    std::vector<std::size_t> order;
+    std::size_t stop = 0;
+    for (const auto& [rank, name, i] : keys) {
+        const auto& [form_rank, form, nbytes] = forms[numbers[i]];
+        const std::size_t start = stop;
+        stop += nbytes;
+        if (!order.empty()) rows += ',';
+        append_quoted(rows, name);
+        rows += ":{" + form + ',';
+        append_offsets(rows, start, stop);
+        order.push_back(i);
+    }
+    return {nb::bytes(rows.data(), rows.size()), std::move(order)};
 }
 
 // Moves short frames, which lie one after another in `memory`, each in a room of its own, so that
@@ -117,6 +182,7 @@ inline nb::object file_entries(nb::bytes text, nb::handle kind, const nb::dict& 
 inline void bind_files(nb::module_& m) {
     using namespace nb::literals;
     m.def("rows_of_frames", &rows_of_frames, "names"_a, "lengths"_a);
+    m.def("rows_of_tensors", &rows_of_tensors, "names"_a, "numbers"_a, "forms"_a);
     m.def("close_gaps", &close_gaps, "memory"_a.noconvert(), "rooms"_a, "lengths"_a,
           "max_moved_nbytes"_a);
     m.def("file_entries", &file_entries, "text"_a, "kind"_a, "dtypes"_a);

@@ -280,6 +280,25 @@ inline Views views_of_frames(const std::vector<const OpenFrame*>& frames) {
 // Short frames are copied to Python's own bytes, which are as long as they are.
 constexpr std::size_t kMaxCopiedNbytes = std::size_t{1} << 16;
 
+// The work to pack a tensor, without memory for its frame; nothing if it is no known tensor of
+// floats.
+inline std::optional<PackJob> pack_job(const View& src) {
+    const DTypeRow* const dtype = dtype_row(src.code);
+    if (!src.is_known || dtype == nullptr || !dtype->is_float()) return std::nullopt;
+    return PackJob{src.data, src.code, src.shape,
+                   cut_tensor(dtype->unit_nbytes, Split::kFloat, src.nbytes, kChunkNbytes),
+                   nullptr};
+}
+
+// The memory that a caller gives for a frame.
+inline uint8_t* checked_room(const PackJob& job, const View& src, const View& out) {
+    require(out.is_known && out.is_writable && out.nbytes >= job.frame_capacity(),
+            "out is too small for a frame of the tensor");
+    require(!overlap(src.data, src.nbytes, out.data, out.nbytes),
+            "out and src share memory; it would be overwritten while it is read");
+    return out.data;
+}
+
 // Packs known tensors of floats that need no plan, at a level below `max`. Their frames lie in
 // `outs`, or if there are none, in new memory: in bytes that are as long, or at the beginning of
 // what `room` returns for a length. Returns an OpenFrame for each tensor; None if it is another
@@ -295,24 +314,15 @@ inline nb::list pack_views(const Views& srcs, const Views* outs, const nb::objec
     std::vector<std::unique_ptr<uint8_t[]>> copied;
     std::size_t nbytes = 0;
     for (std::size_t i = 0; i < srcs.size(); ++i) {
-        const View& src = srcs[i];
-        const DTypeRow* const dtype = dtype_row(src.code);
-        if (!src.is_known || dtype == nullptr || !dtype->is_float()) continue;
-        PackJob job{src.data, src.code, src.shape,
-                    cut_tensor(dtype->unit_nbytes, Split::kFloat, src.nbytes, kChunkNbytes),
-                    nullptr};
-        const std::size_t capacity = job.frame_capacity();
+        std::optional<PackJob> job = pack_job(srcs[i]);
+        if (!job) continue;
+        const std::size_t capacity = job->frame_capacity();
         if (outs != nullptr) {
-            const View& out = (*outs)[i];
-            require(out.is_known && out.is_writable && out.nbytes >= capacity,
-                    "out is too small for a frame of the tensor");
-            require(!overlap(src.data, src.nbytes, out.data, out.nbytes),
-                    "out and src share memory; it would be overwritten while it is read");
-            job.dst = out.data;
+            job->dst = checked_room(*job, srcs[i], (*outs)[i]);
         } else if (capacity <= kMaxCopiedNbytes) {
             copied.emplace_back(new uint8_t[capacity]);
             memory.emplace_back();
-            job.dst = copied.back().get();
+            job->dst = copied.back().get();
         } else {
             copied.emplace_back();
             memory.push_back(room(capacity));
@@ -320,10 +330,10 @@ inline nb::list pack_views(const Views& srcs, const Views* outs, const nb::objec
             require(buffer.take(memory.back(), PyBUF_SIMPLE | PyBUF_WRITABLE) &&
                         static_cast<std::size_t>(buffer.get().len) >= capacity,
                     "out is too small for a frame of the tensor");
-            job.dst = static_cast<uint8_t*>(buffer.get().buf);
+            job->dst = static_cast<uint8_t*>(buffer.get().buf);
         }
-        nbytes += src.nbytes;
-        jobs.push_back(std::move(job));
+        nbytes += srcs[i].nbytes;
+        jobs.push_back(std::move(*job));
         numbers.push_back(i);
     }
     {
@@ -355,6 +365,33 @@ inline nb::list pack_views(const Views& srcs, const Views* outs, const nb::objec
         frames.append(std::move(frame));
     }
     return frames;
+}
+
+// Does what pack_views() does, to memory of the caller. Returns the length of each frame; 0 for a
+// tensor that is left.
+inline std::vector<std::size_t> pack_lengths(const Views& srcs, const Views& outs, int level_number,
+                                             std::size_t threads) {
+    const Isa isa = choose_isa();
+    const Level level = checked_level(level_number);
+    require(outs.size() == srcs.size(), "each tensor needs memory");
+    std::vector<PackJob> jobs;
+    std::vector<std::size_t> numbers, lengths(srcs.size());
+    jobs.reserve(srcs.size());
+    std::size_t nbytes = 0;
+    for (std::size_t i = 0; i < srcs.size(); ++i) {
+        std::optional<PackJob> job = pack_job(srcs[i]);
+        if (!job) continue;
+        job->dst = checked_room(*job, srcs[i], outs[i]);
+        nbytes += srcs[i].nbytes;
+        jobs.push_back(std::move(*job));
+        numbers.push_back(i);
+    }
+    {
+        const ReleasedGil released(nbytes);
+        pack_many(jobs, level, threads, isa);
+    }
+    for (std::size_t k = 0; k < numbers.size(); ++k) lengths[numbers[k]] = jobs[k].frame_nbytes;
+    return lengths;
 }
 
 // Whether pack_views() packs a tensor.
@@ -449,6 +486,7 @@ inline void bind_frames(nb::module_& m) {
     m.def("misfits", &misfits, "frames"_a, "dsts"_a);
     m.def("pack_views", &pack_views, "srcs"_a, "outs"_a.none(), "room"_a.none(), "level"_a,
           "threads"_a);
+    m.def("pack_lengths", &pack_lengths, "srcs"_a, "outs"_a, "level"_a, "threads"_a);
     m.def("side_views", &side_views, "shape"_a, "n_units"_a);
     m.def(
         "side_rule",

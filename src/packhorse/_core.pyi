@@ -221,6 +221,9 @@ def pack_views(
     threads: int,
 ) -> list[OpenFrame | None]: ...
 
+# The same to memory of the caller. The length of each frame; 0 where that has None.
+def pack_lengths(srcs: Views, outs: Views, level: int, threads: int) -> list[int]: ...
+
 # Moves short frames, each in a room of its own, behind those before. Returns pieces (start, stop).
 def close_gaps(
     memory: _Bytes, rooms: Sequence[int], lengths: Sequence[int], max_moved_nbytes: int
@@ -230,8 +233,14 @@ def close_gaps(
 # several leaves, and of frames whose hashes are sums.
 def content_faults(frames: Sequence[OpenFrame], views: Views) -> list[int]: ...
 
-# JSON: the entries of frames that follow each other; the names are quoted already.
+# JSON: the entries of frames that follow each other.
 def rows_of_frames(names: list[str], lengths: Sequence[int]) -> bytes: ...
+
+# JSON: the entries of tensors that follow each other, and the number of the tensor in each row.
+# `forms` are (rank, JSON of dtype and shape, length); rows are in order of rank and name.
+def rows_of_tensors(
+    names: list[str], numbers: Sequence[int], forms: Sequence[tuple[int, str, int]]
+) -> tuple[bytes, list[int]]: ...
 
 # The tensors of a header that is written as usual, and the JSON of its metadata.
 def file_entries(

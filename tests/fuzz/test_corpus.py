@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 import packhorse.numpy
+from packhorse import _core
 from packhorse.codecs.base import decode_plane
 from packhorse.codecs.content import crc32c
 from packhorse.disk import SnapshotStore
 from packhorse.frame import Frame
 from packhorse.layout import DTYPES, Level, Mode, Split
 from packhorse.numpy import FRAMEWORK as NUMPY
-from packhorse.storage.safetensors_header import parse_file_header
+from packhorse.storage.safetensors_header import TensorEntry, parse_file_header
 from packhorse.wire.pieces import Kind, decode_piece
 from packhorse.wire.updates import DeltaReceiver
 
@@ -117,10 +118,17 @@ def test_seeds_of_files_with_a_base_unpack() -> None:
 
 
 @pytest.mark.parametrize(
-    "target", ["decode_tensor", "round_trip", "weights", "tables", "bounded", "file"]
+    "target", ["decode_tensor", "round_trip", "weights", "tables", "bounded", "file", "file_header"]
 )
 def test_every_target_has_seeds(target: str) -> None:
     assert len(seeds(target)) > 20
+
+
+def test_the_core_reads_usual_headers_among_the_seeds() -> None:
+    bits = {row.name: row.bits for row in DTYPES}
+    for name, seed in seeds("file_header").items():
+        is_read = _core.file_entries(seed, TensorEntry, bits) is not None
+        assert is_read != name.startswith(MADE_BY_TESTS), name
 
 
 def test_kept_inputs_are_of_targets_that_exist() -> None:

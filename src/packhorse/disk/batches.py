@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, islice, pairwise, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -17,7 +17,6 @@ from packhorse.codecs.base import ByteArray
 from packhorse.disk.base_files import Bases, BaseTensor
 from packhorse.disk.folder_index import plain_name
 from packhorse.disk.results import Progress, TensorResult
-from packhorse.frame import max_frame_nbytes
 from packhorse.frame.many import PackJob, compress_in_rooms, compress_many
 from packhorse.layout import DTYPE_BY_NAME, Level
 from packhorse.storage.locations import Place
@@ -29,7 +28,7 @@ from packhorse.threads import batches, one_ahead
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["AHEAD_NBYTES", "Coder", "Listed", "Sink", "tensor_result", "write_frames"]
+__all__ = ["AHEAD_NBYTES", "Coder", "Listed", "Sink", "tensor_results", "write_frames"]
 
 # A batch is packed while the one before is written if they need no more memory together.
 AHEAD_NBYTES = 1 << 29
@@ -119,7 +118,11 @@ class _Batch(NamedTuple):
 
 
 def write_frames(
-    sink: Sink, all_entries: Sequence[TensorEntry], buffers: Iterable[Buffer], coder: Coder
+    sink: Sink,
+    all_entries: Sequence[TensorEntry],
+    buffers: Iterable[Buffer],
+    rooms: Sequence[int],
+    coder: Coder,
 ) -> tuple[TensorResult, ...]:
     """Pack tensors and write their frames.
 
@@ -127,32 +130,37 @@ def write_frames(
         sink: where the frames go.
         all_entries: the tensors, in the order of the file.
         buffers: their bytes, in the same order.
+        rooms: the length of the longest frame of each.
         coder: how they are packed.
 
     Returns:
         What was done with each tensor.
     """
     tensors: list[TensorResult] = []
-    packed = _packed_batches(all_entries, buffers, sink.nbytes, coder)
-    nbytes = sum([entry.nbytes for entry in all_entries])
-    with closing(one_ahead(packed, nbytes)) as batches_of_frames:
+    nbytes = [stop - start for _, _, _, start, stop in all_entries]
+    packed = _packed_batches(all_entries, nbytes, rooms, buffers, sink.nbytes, coder)
+    with closing(one_ahead(packed, sum(nbytes))) as batches_of_frames:
         for pieces, sizes, base_hashes in batches_of_frames:
             sink.write_all(pieces)
-            entries = all_entries[len(tensors) : len(tensors) + len(sizes)]
-            tensors += map(tensor_result, entries, sizes, base_hashes)
+            done = slice(len(tensors), len(tensors) + len(sizes))
+            tensors += tensor_results(all_entries[done], sizes, base_hashes)
             if sizes:
-                coder.progress(sum([entry.nbytes for entry in entries]))
+                coder.progress(sum(nbytes[done]))
     return tuple(tensors)
 
 
 def _packed_batches(
-    all_entries: Sequence[TensorEntry], buffers: Iterable[Buffer], offset: int, coder: Coder
+    all_entries: Sequence[TensorEntry],
+    nbytes: Sequence[int],
+    rooms: Sequence[int],
+    buffers: Iterable[Buffer],
+    offset: int,
+    coder: Coder,
 ) -> Iterator[_Batch]:
     """The frames of all tensors, batch by batch. A batch lies in one of two buffers, at a place
     that suits its offset in the file. If it and the batch before take too much memory together, it
     is packed when that one is written: an empty batch comes between them."""
-    rooms = [max_frame_nbytes(entry.dtype, entry.shape) for entry in all_entries]
-    runs = list(batches([entry.nbytes for entry in all_entries]))
+    runs = list(batches(nbytes))
     # Room for the worst case; it costs nothing, because only pages that frames reach are touched.
     needed = [sum(rooms[run.start : run.stop]) + PLACING_NBYTES for run in runs]
     both = [one + other <= AHEAD_NBYTES for one, other in pairwise(needed)]
@@ -221,8 +229,17 @@ def _pack_batch(
     return _Batch(pieces, sizes, [None] * len(sizes))
 
 
-def tensor_result(entry: TensorEntry, packed_nbytes: int, base_hash: bytes | None) -> TensorResult:
-    """The result of packing or unpacking a tensor."""
-    return TensorResult(
-        entry.name, entry.dtype, entry.shape, entry.nbytes, packed_nbytes, base_hash
+def tensor_results(
+    entries: Sequence[TensorEntry],
+    packed_sizes: Iterable[int],
+    base_hashes: Iterable[bytes | None],
+) -> Iterator[TensorResult]:
+    """The results of packing or unpacking tensors."""
+    items = (
+        (name, dtype, shape, stop - start, nbytes, base_hash)
+        for (name, dtype, shape, start, stop), nbytes, base_hash in zip(
+            entries, packed_sizes, base_hashes, strict=True
+        )
     )
+    # This takes a third of the time of calling the class.
+    return map(tuple.__new__, repeat(TensorResult), items)

@@ -39,6 +39,7 @@ from packhorse.disk.packed_header import (
     PrefixWriter,
     is_packed,
     parse_packed_header,
+    rooms_of,
 )
 from packhorse.disk.results import FileResult, Progress, TensorPlan, TensorResult
 from packhorse.errors import CorruptionError, blaming
@@ -46,7 +47,12 @@ from packhorse.frame import plan_buffer
 from packhorse.framework import Framework
 from packhorse.layout import DTYPE_BY_CODE, Level
 from packhorse.storage.locations import Place, open_place, writing
-from packhorse.storage.safetensors_header import FileHeader, TensorEntry, build_header
+from packhorse.storage.safetensors_header import (
+    FileHeader,
+    TensorEntry,
+    build_header,
+    lay_out_forms,
+)
 from packhorse.storage.source import header_at, open_source
 from packhorse.storage.source_file import Source, stamp_of
 from packhorse.storage.strict_json import shown
@@ -277,7 +283,8 @@ def pack_range(
             coder = coder.against(bases, header, path, output)
         entries = header.entries[run.start : run.stop]
         with writing(open_place(dst), force=True) as sink:
-            tensors = write_frames(sink, entries, _map_tensors(source, header, entries), coder)
+            buffers = _map_tensors(source, header, entries)
+            tensors = write_frames(sink, entries, buffers, rooms_of(entries), coder)
             _check_unchanged(source, bases)
     return Packed(tensors, coder.base_name)
 
@@ -378,11 +385,7 @@ def lay_out(
     forms, numbers = _core.forms_of_views(views)
     named = [(DTYPE_BY_CODE[code].name, shape) for code, shape in forms]
     names = list(tensors)
-    header = build_header(
-        {name: named[k] for name, k in zip(names, numbers, strict=True)}, metadata
-    )
-    places = {name: i for i, name in enumerate(names)}
-    order = [places[entry.name] for entry in header.entries]
+    header, order = lay_out_forms(names, named, numbers, metadata)
     return header, Listed(views, order, lambda i: framework.readable(tensors[names[i]])[0])
 
 
@@ -419,7 +422,7 @@ def _write_stream(
 ) -> tuple[TensorResult, ...]:
     prefix = PrefixWriter(header, coder.base_name)
     sink.write(bytes(prefix.nbytes))
-    tensors = write_frames(sink, header.entries, buffers, coder)
+    tensors = write_frames(sink, header.entries, buffers, prefix.rooms, coder)
     sink.patch(0, _rendered(prefix, tensors, coder.base_name))
     return tensors
 
@@ -427,7 +430,7 @@ def _write_stream(
 def _rendered(
     prefix: PrefixWriter, tensors: Sequence[TensorResult], base_name: str | None
 ) -> bytes:
-    is_based = any(tensor.base_hash for tensor in tensors)
+    is_based = any([tensor.base_hash for tensor in tensors])
     sizes = [tensor.packed_nbytes for tensor in tensors]
     return prefix.render(sizes, base_name if is_based else None)
 

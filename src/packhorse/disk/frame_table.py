@@ -159,13 +159,14 @@ class FrameTable(TensorTable):
         self, entries: Sequence[TensorEntry], frames: Mapping[str, Frame]
     ) -> dict[str, Any]:
         names = [entry.name for entry in entries]
+        if self.is_on_host and not self._decodes_on_device:
+            return dict(zip(names, self._decode_all(entries, frames), strict=True))
         tensors = dict.fromkeys(names)
         if self._decodes_on_device:
             given = [frames.get(name) or self.frame(name) for name in names]
             tensors = dict(zip(names, self._decode_on_device(given), strict=True))
         rest = [entry for entry in entries if tensors[entry.name] is None]
-        sizes = [entry.nbytes for entry in rest]
-        for run in [range(len(rest))] if self.device is None else batches(sizes):
+        for run in batches([entry.nbytes for entry in rest]):
             part = rest[run.start : run.stop]
             decoded = self._decode_all(part, frames)
             for entry, tensor in zip(part, decoded, strict=True):
@@ -203,6 +204,8 @@ class FrameTable(TensorTable):
             with self.blaming():
                 raise frame.chunk_error(chunk, status)
         self.content.settle(has_failed=False)
+        if len(tensors) - len(left) == len(entries):
+            return tensors
         is_left = set(left)
         for k, tensor in enumerate(tensors):
             if k not in is_left:

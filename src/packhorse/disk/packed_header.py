@@ -54,6 +54,7 @@ __all__ = [
     "min_text_nbytes",
     "parse_packed_header",
     "read_record",
+    "rooms_of",
     "write_record",
 ]
 
@@ -88,14 +89,15 @@ class PrefixWriter:
 
     Attributes:
         nbytes: the room; a multiple of 64, and the offset of the data section.
+        rooms: the length of the longest frame of each tensor.
     """
 
     def __init__(self, original: FileHeader, base_name: str | None = None) -> None:
         self._original = original
         self._record = write_record(_RECORD_KEY, original.text)
-        self._names = [quoted(entry.name) for entry in original.entries]
-        largest = [max_frame_nbytes(entry.dtype, entry.shape) for entry in original.entries]
-        text_nbytes = len(self._text(largest, base_name))
+        self._names = [entry.name for entry in original.entries]
+        self.rooms = rooms_of(original.entries)
+        text_nbytes = len(self._text(self.rooms, base_name))
         text_nbytes = max(text_nbytes, min_text_nbytes(len(original.text)))
         room = LENGTH_NBYTES + text_nbytes
         self.nbytes = room + -room % FILE_ALIGNMENT
@@ -128,6 +130,11 @@ class PrefixWriter:
         beginning = f"{{{quoted(METADATA_KEY)}:{pairs}".encode()
         rows = _core.rows_of_frames(self._names, frame_nbytes)
         return b"".join([beginning, b"," if rows else b"", rows, b"}"])
+
+
+def rooms_of(entries: Sequence[TensorEntry]) -> list[int]:
+    """The length of the longest frame of each tensor."""
+    return [max_frame_nbytes(dtype, shape) for _, dtype, shape, _, _ in entries]
 
 
 def min_text_nbytes(recorded_nbytes: int) -> int:

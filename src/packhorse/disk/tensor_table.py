@@ -28,6 +28,7 @@ class TensorTable:
         label: the name of the file in messages.
         framework: makes the tensors.
         device: where tensors are placed (PyTorch only); None for host memory.
+        is_on_host: whether that is host memory.
         max_nbytes: the most bytes that one call may make; None for no limit.
     """
 
@@ -47,6 +48,7 @@ class TensorTable:
         self.label = label
         self.framework = framework
         self.device = device
+        self.is_on_host = device is None or str(device) == "cpu"
         self.max_nbytes = max_nbytes
         self.entries = {entry.name: entry for entry in original.entries}
 
@@ -111,5 +113,4 @@ class TensorTable:
 
     def place(self, tensor: Any) -> Any:
         """Move a tensor that was made in host memory to the device."""
-        is_torch = self.framework.name == "pt"
-        return tensor.to(self.device) if is_torch and self.device is not None else tensor
+        return tensor if self.is_on_host else tensor.to(self.device)

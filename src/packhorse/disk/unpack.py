@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import accumulate, count, cycle
 from typing import Any
 
 from packhorse import _core
-from packhorse._core import OpenFrame
 from packhorse.arguments import resolve_threads
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.base_files import BaseLike, Lender, based_frames, open_bases, place_base
-from packhorse.disk.batches import tensor_result
+from packhorse.disk.batches import tensor_results
 from packhorse.disk.packed_frames import open_frame
 from packhorse.disk.packed_header import PackedHeader, parse_packed_header
 from packhorse.disk.results import FileResult, Progress
-from packhorse.errors import PackhorseError, blaming
+from packhorse.disk.short_frames import ShortFrames, decode_short, frames_of
+from packhorse.errors import blaming
 from packhorse.frame import Frame
-from packhorse.layout import DTYPE_BY_NAME
 from packhorse.storage.frames.scratch import Window
 from packhorse.storage.locations import Place, open_place, writing
 from packhorse.storage.output_file import PLACING_NBYTES, placed
@@ -35,8 +34,6 @@ from packhorse.storage.source_file import Source, SourceFile
 from packhorse.threads import batches, map_tensors, one_ahead
 
 __all__ = ["check_bases", "unpack_file"]
-
-_SHORT_NBYTES = 1 << 16  # of tensors that are decoded together
 
 
 def unpack_file(
@@ -103,10 +100,9 @@ def unpack_file(
                     if progress is not None:
                         progress(piece.nbytes)
             source.check()
-    tensors = tuple(
-        tensor_result(entry, packed.frames[entry.name].nbytes, based.get(entry.name))
-        for entry in entries
-    )
+    names = [entry.name for entry in entries]
+    sizes = [packed.frames[name].nbytes for name in names]
+    tensors = tuple(tensor_results(entries, sizes, map(based.get, names)))
     original = packed.original.file_nbytes
     return FileResult(path, target, original, packed.packed.file_nbytes, tensors)
 
@@ -196,28 +192,19 @@ class _Unpacker:
     def _short_ones(
         self, entries: Sequence[TensorEntry], sizes: Sequence[int], window: ByteArray
     ) -> set[int]:
-        """Decode the short tensors of a batch that need nothing else, many in one call.
-
-        Returns:
-            Which are done. Those that need more, or fail, are left: one by one, it is found out
-            what is wrong. So are all tensors of a file at a URL, which is read in order.
-        """
+        """Decode the short tensors of a batch. Returns which are done; none of a file at a URL,
+        which is read in order."""
         if not isinstance(self.source, SourceFile):
             return set()
-        short = [i for i, size in enumerate(sizes) if size <= _SHORT_NBYTES]
-        with suppress(PackhorseError, OSError):
-            opened = _core.open_each([self._data(entries[i]) for i in short])
-            good = {
-                i: frame
-                for i, frame in zip(short, opened, strict=True)
-                if frame is not None and _is_of(frame, entries[i])
-            }
-            frames = list(good.values())
-            places = _core.views_of_rooms(window, sizes).part(list(good))
-            status, _, _, left = _core.unpack_to_views(frames, places, self.threads)
-            bad = {*left, *_core.content_faults(frames, places)}
-            return set() if status else {i for k, i in enumerate(good) if k not in bad}
-        return set()
+        places = _core.views_of_rooms(window, sizes)
+
+        def open_some(numbers: Sequence[int]) -> ShortFrames:
+            some = [entries[i] for i in numbers]
+            found = frames_of(numbers, some, [self._data(entry) for entry in some])
+            return ShortFrames(list(found), list(found.values()), places.part(list(found)))
+
+        parts = decode_short(range(len(entries)), sizes, open_some, self.threads)
+        return {i for part in parts for i in part}
 
     def _window(self, nbytes: int, offset: int) -> ByteArray:
         """Memory for a piece, at a place that suits its offset in the output."""
@@ -230,8 +217,3 @@ class _Unpacker:
     def _data(self, entry: TensorEntry) -> memoryview:
         nbytes, offset = self.packed.frames[entry.name].nbytes, self.packed.frame_offset(entry.name)
         return self.source.map(offset, nbytes)
-
-
-def _is_of(frame: OpenFrame, entry: TensorEntry) -> bool:
-    """Whether a frame holds the tensor that the recorded header describes."""
-    return frame.dtype_code == DTYPE_BY_NAME[entry.dtype].code and frame.shape == entry.shape

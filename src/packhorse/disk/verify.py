@@ -16,19 +16,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from packhorse import _core
 from packhorse.arguments import resolve_threads
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.base_files import BaseLike, Lender, open_bases, place_base
 from packhorse.disk.packed_frames import check_frame
 from packhorse.disk.packed_header import parse_packed_header
 from packhorse.disk.results import Problem, Progress
+from packhorse.disk.short_frames import ShortFrames, decode_short, frames_of
 from packhorse.errors import ChangedError, PackhorseError, blaming
 from packhorse.frame import Frame
 from packhorse.storage.frames.scratch import Scratch
 from packhorse.storage.locations import open_place
 from packhorse.storage.safetensors_header import FileHeader, TensorEntry
 from packhorse.storage.source import open_source
-from packhorse.storage.source_file import Source
+from packhorse.storage.source_file import Source, SourceFile
 from packhorse.storage.strict_json import has_capital_escape, shortened
 from packhorse.threads import batches, in_order
 
@@ -193,11 +195,31 @@ class _Verifier:
     def _do(self, job: _Job) -> Any:
         """The problems of small tensors; the leaves or the problem of a part."""
         if not job.is_part:
-            found = [self._check(entry, partial(self._whole, entry)) for entry in job.entries]
+            rest = self._left_of(job.entries)
+            found = [self._check(entry, partial(self._whole, entry)) for entry in rest]
             return [problem for problem in found if problem is not None]
         leaves: list[ByteArray] = []
         problem = self._check(job.entries[0], lambda: leaves.extend(self._part(job)))
         return problem or (leaves[0] if leaves else None)
+
+    def _left_of(self, entries: Sequence[TensorEntry]) -> Sequence[TensorEntry]:
+        """The tensors that are left when the short ones have been checked together: those of a file
+        at a URL, which is read in order, and those that only their frames describe."""
+        if not isinstance(self.source, SourceFile) or not self.originals:
+            return entries
+        described = [self.originals[entry.name] for entry in entries]
+        sizes = [entry.nbytes for entry in described]
+
+        def open_some(numbers: Sequence[int]) -> ShortFrames:
+            data = [self._data(entries[i]) for i in numbers]
+            found = frames_of(numbers, [described[i] for i in numbers], data)
+            rooms = [sizes[i] for i in found]
+            places = _core.views_of_rooms(self.scratch.take(0, sum(rooms)), rooms)
+            return ShortFrames(list(found), list(found.values()), places)
+
+        parts = decode_short(range(len(entries)), sizes, open_some, 1)
+        done = {i for part in parts for i in part}
+        return [entry for i, entry in enumerate(entries) if i not in done]
 
     def _check(self, entry: TensorEntry, work: Callable[[], None]) -> Problem | None:
         try:
@@ -249,10 +271,11 @@ class _Verifier:
     def _offset(self, entry: TensorEntry) -> int:
         return self.header.data_offset + entry.start
 
+    def _data(self, entry: TensorEntry) -> memoryview:
+        return self.source.map(self._offset(entry), entry.nbytes)
+
     def _open(self, entry: TensorEntry) -> Frame:
-        offset = self._offset(entry)
-        data = self.source.map(offset, entry.nbytes)
-        name = shortened(entry.name)
+        offset, data, name = self._offset(entry), self._data(entry), shortened(entry.name)
         frame = Frame.from_buffer(data, name=name, offset=offset, max_nbytes=self.max_nbytes)
         if self.originals:
             check_frame(frame, self.originals[entry.name], offset)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from packhorse import _core
-from packhorse._core import OpenFrame, Views
+from packhorse._core import Views
 from packhorse.arguments import resolve_level, resolve_threads
 from packhorse.codecs.base import ByteArray, as_writable_bytes
 from packhorse.errors import (
@@ -163,11 +163,10 @@ def compress_in_rooms(
         The length of each frame.
     """
     if level == Level.MAX:
-        opened: list[OpenFrame | None] = [None] * len(views)
+        sizes = [0] * len(views)
     else:
-        opened = _core.pack_views(views, _core.views_of_rooms(out, rooms), None, level, threads)
-    sizes = [0 if frame is None else frame.frame_nbytes for frame in opened]
-    rest = [i for i, frame in enumerate(opened) if frame is None]
+        sizes = _core.pack_lengths(views, _core.views_of_rooms(out, rooms), level, threads)
+    rest = [i for i, nbytes in enumerate(sizes) if not nbytes]
 
     def pack(k: int, share: int) -> int:
         return _pack_planned(job_of(rest[k]), level, share).nbytes

@@ -50,6 +50,11 @@ def compress_tensor(
     base: Any,
 ) -> Frame:
     """Packs a tensor; arguments and errors as for `packhorse.numpy.compress`."""
+    if base is None and out is None and not (views := framework.views([tensor])).unknown():
+        return compress_views(
+            views, None, None, lambda _: PackJob(*framework.readable(tensor)),
+            resolve_level(level), resolve_threads(threads), None,
+        )[0]  # fmt: skip
     data, dtype, shape = framework.readable(tensor)
     base_data, base_dtype = (None, None) if base is None else framework.readable(base)[:2]
     return compress_buffer(
@@ -79,6 +84,13 @@ def decompress_tensor(
     if out is not None:
         framework.check_out(out, frame.dtype, frame.shape)
     tensor = framework.empty(frame.dtype, frame.shape) if out is None else out
+    if base is None and frame.opened.stands_alone:
+        views, n_threads = framework.views([tensor]), resolve_threads(threads)
+        try:
+            if not decompress_to_views([frame], views, n_threads, None):
+                return tensor
+        finally:
+            framework.mark_written(tensor)
     base_data = None if base is None else framework.readable(base)[0]
     framework.fill(
         tensor, lambda memory: frame.decompress_into(memory, threads=threads, base=base_data)

@@ -35,6 +35,7 @@ __all__ = [
     "TensorEntry",
     "build_header",
     "declared_nbytes",
+    "lay_out_forms",
     "parse_file_header",
     "parse_header",
     "quoted",
@@ -395,42 +396,67 @@ def build_header(
         ValueError: a safetensors file cannot hold a name or a metadata pair.
         CompatibilityError: safetensors does not have a dtype.
     """
-    rows = []
+    forms: dict[tuple[str, tuple[int, ...]], int] = {}  # tensors have few
+    numbers = [
+        forms.setdefault((dtype, tuple(shape)), len(forms)) for dtype, shape in tensors.values()
+    ]
+    return lay_out_forms(list(tensors), list(forms), numbers, metadata)[0]
+
+
+def lay_out_forms(
+    names: list[str],
+    forms: Sequence[tuple[str, tuple[int, ...]]],
+    numbers: Sequence[int],
+    metadata: Mapping[str, str] | None,
+) -> tuple[FileHeader, list[int]]:
+    """`build_header` for tensors that share forms.
+
+    Args:
+        names: the tensors' names, each once.
+        forms: dtype names and shapes.
+        numbers: which form each tensor has.
+        metadata: as for `build_header`.
+
+    Returns:
+        The header, and the number of the tensor of each entry.
+
+    Raises:
+        TypeError, ValueError, CompatibilityError: as for `build_header`.
+    """
+    pairs = b""
     if metadata is not None:
-        rows.append(f"{quoted(METADATA_KEY)}:{_written(_checked_pairs(metadata))}")
-    stop = 0
-    beginnings: dict[tuple[str, tuple[int, ...]], tuple[str, int]] = {}  # tensors have few forms
-    keys = [_save_key(name, form[0]) for name, form in tensors.items()]
-    for _, _, name in sorted(keys):
-        dtype, shape = form = tensors[name][0], tuple(tensors[name][1])
-        if form not in beginnings:
-            beginning = f'{{"dtype":{quoted(dtype)},"shape":{_written(shape)},"data_offsets":['
-            beginnings[form] = beginning, tensor_nbytes(dtype, shape)
-        beginning, nbytes = beginnings[form]
-        start, stop = stop, stop + nbytes
-        rows.append(f"{quoted(name)}:{beginning}{start},{stop}]}}")
-    text = f"{{{','.join(rows)}}}".encode()
+        pairs = f"{quoted(METADATA_KEY)}:{_written(_checked_pairs(metadata))}".encode()
+    for name, k in zip(names, numbers, strict=True):
+        _check_savable(name, forms[k][0])
+    described = [
+        (
+            _RANKS[dtype],
+            f'"dtype":{quoted(dtype)},"shape":{_written(shape)}',
+            min(tensor_nbytes(dtype, shape), MAX_BITS),  # more is refused below
+        )
+        for dtype, shape in forms
+    ]
+    rows, order = _core.rows_of_tensors(names, numbers, described)
+    text = b"".join([b"{", pairs, b"," if pairs and rows else b"", rows, b"}"])
     text += b" " * (-len(text) % _ALIGNMENT)
     if len(text) > MAX_FILE_HEADER_NBYTES:
         raise ValueError(
             f"the header would take {len(text)} bytes, but at most {MAX_FILE_HEADER_NBYTES} are "
             "allowed: use fewer tensors or shorter metadata"
         )
-    return parse_header(text, label="header to be written")
+    return parse_header(text, label="header to be written"), order
 
 
-def _save_key(name: str, dtype: str) -> tuple[int, bytes, str]:
-    """What the saving order compares, and the name."""
+def _check_savable(name: str, dtype: str) -> None:
+    """Refuse a tensor that no safetensors file can hold."""
     if not isinstance(name, str):
         raise TypeError(f"a tensor's name must be a string, not {name!r}")
     if name == METADATA_KEY:
         raise ValueError(f"no tensor can have the name {METADATA_KEY!r}; safetensors reserves it")
     if not name.isascii():
         check_text(name)
-    rank = _RANKS.get(dtype)
-    if rank is None:
+    if dtype not in _RANKS:
         raise CompatibilityError(f"tensor {name!r}: safetensors has no dtype {dtype!r}")
-    return rank, name.encode(), name
 
 
 def _written(value: object) -> str:

@@ -7,33 +7,29 @@ the snapshot's newest manifest.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from packhorse import _core
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.results import Progress
+from packhorse.disk.short_frames import ShortFrames, decode_short
 from packhorse.disk.snapshots.catalog import Catalog
 from packhorse.disk.snapshots.manifest import Manifest, TensorRef
 from packhorse.disk.snapshots.snapshot_frames import SnapshotFrames
 from packhorse.disk.state import Keys, Leaf, decode_state, find_tensors
-from packhorse.errors import CorruptionError, PackhorseError, blaming
+from packhorse.errors import CorruptionError, blaming
 from packhorse.framework import Framework
 from packhorse.storage.frames.frame_store import FrameStore
 from packhorse.storage.frames.scratch import Scratch
 from packhorse.storage.interface import Storage
 from packhorse.storage.strict_json import shortened
-from packhorse.threads import batches, map_tensors
+from packhorse.threads import map_tensors
 
 __all__ = ["Restoring", "check_limit", "read_newest", "restore_state"]
 
 _Result = TypeVar("_Result")
 
 _MAX_TRIES = 5
-# Short tensors are decoded together: so many bytes that the hash still finds them in the cache.
-_SHORT_NBYTES = 1 << 16
-_TOGETHER_NBYTES = 1 << 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,57 +206,48 @@ def _short_ones(
     targets: dict[int, _Target],
     wanted: Restoring,
 ) -> dict[int, Any]:
-    """Restore the short tensors of these numbers that have no base, many in one call.
-
-    Returns:
-        The tensors by their numbers, without those that need more or that fail: these are
-        restored one by one, which names what is wrong.
-    """
-    own = wanted.framework
-    short = [
+    """Restore the short tensors of these numbers that have no base. Returns those that are done,
+    by their numbers."""
+    framework = wanted.framework
+    alone = [
         k
         for k in numbers
         if chosen[k].frame.base is None
-        and chosen[k].frame.logical_nbytes <= _SHORT_NBYTES
-        and (k not in targets or targets[k].leaf.framework is own)
+        and (k not in targets or targets[k].leaf.framework is framework)
     ]
+    sizes = [ref.frame.logical_nbytes for ref in chosen]
+    tensors: dict[int, Any] = {}
+
+    def open_some(part: Sequence[int]) -> ShortFrames:
+        opened = [store.open(chosen[k].frame, chosen[k].path).opened for k in part]
+        new = iter(_new_tensors(framework, [chosen[k] for k in part if k not in targets]))
+        some = [targets[k].leaf.tensor if k in targets else next(new) for k in part]
+        tensors.update(zip(part, some, strict=True))
+        return ShortFrames(part, opened, framework.views(some))
+
     found: dict[int, Any] = {}
-    sizes = [chosen[k].frame.logical_nbytes for k in short]
-    for run in batches(sizes, _TOGETHER_NBYTES):
-        part = short[run.start : run.stop]
-        tensors: list[Any] = []
-        with suppress(PackhorseError, OSError):
-            tensors = _together(store, [chosen[k] for k in part], wanted, [
-                None if k not in targets else targets[k].leaf.tensor for k in part
-            ])  # fmt: skip
-        done = {k: tensor for k, tensor in zip(part, tensors, strict=False) if tensor is not None}
-        found.update(done)
-        if wanted.progress is not None and done:
-            wanted.progress(sum(chosen[k].frame.logical_nbytes for k in done))
+    try:
+        for done in decode_short(alone, sizes, open_some, wanted.threads):
+            found.update((k, tensors[k]) for k in done)
+            if wanted.progress is not None and done:
+                wanted.progress(sum([sizes[k] for k in done]))
+    finally:
+        framework.mark_all_written(list(tensors.values()))
     return found
 
 
-def _together(
-    store: FrameStore, refs: Sequence[TensorRef], wanted: Restoring, outs: Sequence[Any]
-) -> list[Any]:
-    """Restore tensors to `outs`, or to new ones. None for one that needs more."""
-    framework = wanted.framework
-    opened = [store.open(ref.frame, ref.path).opened for ref in refs]
+def _new_tensors(framework: Framework, refs: Sequence[TensorRef]) -> list[Any]:
+    """A new tensor for each of these.
+
+    Raises:
+        CompatibilityError: the framework has no such tensor.
+    """
     forms: dict[tuple[str, tuple[int, ...]], int] = {}
     numbers = []
-    for ref, out in zip(refs, outs, strict=True):
-        if out is None:
-            framework.check_form(ref.dtype, ref.shape)
-            numbers.append(forms.setdefault((ref.dtype, ref.shape), len(forms)))
-    new = iter(framework.empty_all(list(forms), numbers))
-    tensors = [next(new) if out is None else out for out in outs]
-    views = framework.views(tensors)
-    try:
-        status, _, _, rest = _core.unpack_to_views(opened, views, wanted.threads)
-    finally:
-        framework.mark_all_written(tensors)
-    bad = {*rest, *_core.content_faults(opened, views)}
-    return [None if status or i in bad else tensor for i, tensor in enumerate(tensors)]
+    for ref in refs:
+        framework.check_form(ref.dtype, ref.shape)
+        numbers.append(forms.setdefault((ref.dtype, ref.shape), len(forms)))
+    return framework.empty_all(list(forms), numbers)
 
 
 def _tensor(
