@@ -2,10 +2,11 @@
 // a caller can force a path. A function marked PACKHORSE_AVX2 or PACKHORSE_AVX512 may be called
 // only if detect_isa() returns at least that.
 //
-// kAvx512 needs F, BW, DQ and VL (Skylake-X and later). kAvx512Vbmi2 needs VBMI and VBMI2 as well
-// (Ice Lake, Zen 4 and later): VBMI2 expands and compresses bytes, which puts units in the order by
-// class and back, and expands words of 16 bits, which fills the lanes of the rANS decoder; VBMI
-// looks bytes up in tables of 128 (that decoder) and 256 (csrc/tables).
+// kAvx512 needs F, BW, DQ and VL (Skylake-X and later). kAvx512Vbmi2 needs VBMI, VBMI2 and IFMA as
+// well (Ice Lake, Zen 4 and later): VBMI2 expands and compresses bytes, which puts units in the
+// order by class and back, and expands words of 16 bits, which fills the lanes of the rANS decoder;
+// VBMI looks bytes up in tables of 128 (that decoder) and 256 (csrc/tables); IFMA has products of
+// 52 bits (rans/encode_short_avx512.hpp).
 #pragma once
 
 #if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
@@ -23,8 +24,8 @@
                "2,crc32")))
 #define PACKHORSE_AVX512_VBMI2                                                                  \
     __attribute__((                                                                             \
-        target("avx512vbmi,avx512vbmi2,avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi,bmi2,lzcnt," \
-               "popcnt,sse4."                                                                   \
+        target("avx512vbmi,avx512vbmi2,avx512ifma,avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi," \
+               "bmi2,lzcnt,popcnt,sse4."                                                        \
                "2,crc32")))
 // For functions that need has_vpclmulqdq() as well.
 #define PACKHORSE_AVX2_VPCLMULQDQ \
@@ -88,7 +89,8 @@ inline Isa detect_isa() {
     const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     if (avx2 && avx512)
-        return __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2")
+        return __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") &&
+                       __builtin_cpu_supports("avx512ifma")
                    ? Isa::kAvx512Vbmi2
                    : Isa::kAvx512;
     if (avx2) return Isa::kAvx2;

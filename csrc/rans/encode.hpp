@@ -5,7 +5,8 @@
 // dense numbers in L1. All paths compute the exact quotient x / freq, so all write the same bytes.
 // Scalar paths use an exact reciprocal; vector paths use an estimate that is either exact or too
 // small by one, and correct it. The loops for 128 lanes are in rans/encode_halves_avx512.hpp,
-// rans/encode_avx512.hpp, rans/encode_avx2.hpp, rans/encode_neon.hpp and rans/encode_portable.hpp.
+// rans/encode_avx512.hpp, rans/encode_avx2.hpp, rans/encode_neon.hpp and rans/encode_portable.hpp,
+// and one for 16 lanes is in rans/encode_short_avx512.hpp.
 //
 // Preconditions: every code in `codes` is below model.n_codes, and the buffer of words has room for
 // one word for each unit.
@@ -20,6 +21,7 @@
 #include "rans/encode_halves_avx512.hpp"
 #include "rans/encode_neon.hpp"
 #include "rans/encode_portable.hpp"
+#include "rans/encode_short_avx512.hpp"
 #include "rans/model.hpp"
 #include "rans/spread.hpp"
 #include "rans/tables_avx512.hpp"
@@ -34,11 +36,11 @@ constexpr uint32_t kRenormShift = 32 - kProbBits;  // a state >= freq << 20 woul
 constexpr uint32_t kInverseBits = 44;
 
 struct alignas(64) RansEncodeTables {
-    uint32_t freq_start[256];  // freq (bits 0-11), start (12-23)
-    uint64_t inverse[256];     // 2^44 / freq rounded up, for the scalar path
-    uint16_t slots[kProbSum];  // position -> slot
-    RansVectorTables vectors;  // for vector paths
-    SpreadMap spread;          // for AVX-512 and NEON, if there is one
+    uint32_t freq_start[256];      // freq (bits 0-11), start (12-23)
+    uint64_t inverse[256];         // 2^44 / freq rounded up, for few lanes
+    uint16_t slots[kProbSum + 3];  // position -> slot; loads take up to eight bytes
+    RansVectorTables vectors;      // for 128 lanes
+    SpreadMap spread;              // for AVX-512 and NEON, if there is one
 #if PACKHORSE_ARM
     SpreadBytes spread_bytes;  // the same
 #endif
@@ -229,13 +231,14 @@ PACKHORSE_INLINE void encode_step(uint32_t& state, uint32_t code, const RansEnco
     const uint32_t freq = tables.freq_start[code] & (kProbSum - 1);
     const uint32_t start = tables.freq_start[code] >> kProbBits;
     store(words - 2, static_cast<uint16_t>(state));  // kept only if the pointer moves
-    // Arithmetic instead of branches, which no predictor can guess.
-    const uint32_t emit = state >> kRenormShift >= freq;
-    words -= 2 * emit;
-    state >>= 16 * emit;
+    const bool emit = state >> kRenormShift >= freq;
+    words -= 2 * std::size_t{emit};
+    // Kept in a register, this is selected without a branch, which no predictor could guess.
+    uint32_t dividend = emit ? state >> 16 : state;
+    keep_in_register(dividend);
     const auto quotient =
-        static_cast<uint32_t>(uint64_t{state} * tables.inverse[code] >> kInverseBits);
-    state = quotient << kProbBits | tables.slots[start + state - quotient * freq];
+        static_cast<uint32_t>(uint64_t{dividend} * tables.inverse[code] >> kInverseBits);
+    state = quotient << kProbBits | tables.slots[start + dividend - quotient * freq];
 }
 
 // Encodes a round of `n` <= n_lanes units, for any number of lanes.
@@ -336,6 +339,9 @@ inline uint8_t* encode_full_rounds(const uint8_t* codes, std::size_t n_rounds,
 #if PACKHORSE_X86
     if (isa >= Isa::kAvx512 && lanes_log == kMaxLanesLog)
         return encode_rounds_avx512_any(codes, n_rounds, model, tables, states, words, ahead, isa);
+    if (isa >= Isa::kAvx512Vbmi2 && lanes_log == kShortLanesLog && model.n_codes <= kNarrowBuckets)
+        return encode_rounds_short_vbmi2(codes, n_rounds, tables.freq_start, tables.inverse,
+                                         tables.slots, states, words);
     if (isa >= Isa::kAvx2)
         return encode_rounds_avx2(codes, n_rounds, lanes_log, tables, states, words, ahead);
 #elif PACKHORSE_ARM

@@ -43,7 +43,7 @@ from packhorse.reference import decode_frame
 NAMES = [dtype.name for dtype in DTYPES]
 LEVELS = ("fast", "default", "max")
 CASES = list(product(NAMES, KINDS))
-PLANE_SIZES = (1, 63, 64, 65, 127, 129, 1000, 8191, 8192, 8193, 40_000)
+PLANE_SIZES = (1, 63, 64, 65, 127, 129, 1000, 1024, 1536, 8191, 8192, 8193, 40_000)
 
 
 @pytest.mark.parametrize(("dtype", "kind"), CASES)
@@ -187,6 +187,25 @@ def test_coders_round_trip_on_every_path(mode: Mode, n_values: int) -> None:
                 assert decode_plane(guarded(stream), mode, n).tobytes() == plane
         check_stream_by_reference(plane, mode, stream)
     assert n_coded >= 2, "most planes here should pay"
+
+
+# Frequencies of these planes reach from 1 to 4095 of 4096, and rare values become escapes.
+@pytest.mark.parametrize("n_values", [2, 3, 20, 31, 40])
+@pytest.mark.parametrize("n", [1024, 1039, 4096, 8191])
+def test_short_streams_of_common_and_rare_values(n: int, n_values: int) -> None:
+    rng = np.random.default_rng(n + n_values)
+    for share in (0.9999, 0.99, 0.7, 0.1):
+        common = rng.random(n) < share
+        plane = np.where(common, 77, rng.integers(60, 60 + n_values, n)).astype(np.uint8)
+        plane[rng.integers(n)] = 200
+        streams = set()
+        for isa in ISAS:
+            with forced(isa):
+                streams.add(encode_plane(guarded(plane.tobytes()), Mode.RANS))
+        assert len(streams) == 1, "the paths' bytes differ"
+        stream = streams.pop()
+        assert stream is not None
+        check_stream_by_reference(plane.tobytes(), Mode.RANS, stream)
 
 
 def check_stream_by_reference(plane: bytes, mode: Mode, stream: bytes) -> None:
