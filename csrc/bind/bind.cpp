@@ -436,6 +436,12 @@ void will_need_all(const std::vector<Bytes>& ranges) {
     for (const Bytes& range : ranges) will_need(range.data(), range.size());
 }
 
+// Python's lock is released, because this may wait for a disk.
+void read_all_now(const std::vector<Bytes>& ranges) {
+    const ReleasedGil released(kMinReleasedNbytes);
+    for (const Bytes& range : ranges) read_now(range.data(), range.size());
+}
+
 // The first fault as (status, chunk, plane, byte of the payload); the plan; and its shape as
 // (number of palettes, escaped planes, rANS streams with buckets, rANS streams without, buckets,
 // bytes of scratch memory). If the payload has the wrong length, the fault's chunk is the number of
@@ -531,6 +537,7 @@ NB_MODULE(_core, m) {
     m.def("add_to_moments", &add_rows_to_moments, "mean"_a.noconvert(), "squares"_a.noconvert(),
           "rows"_a, "count"_a);
     m.def("will_need", &will_need_all, "ranges"_a);
+    m.def("read_now", &read_all_now, "ranges"_a);
     m.def("plan_chunks", &plan_chunks, "payload"_a, "table"_a, "geometry"_a);
     m.def("zstd_frame_nbytes", &zstd_frame_nbytes_of, "src"_a, "header_nbytes"_a, "has_checksum"_a);
     bind_weights(m);

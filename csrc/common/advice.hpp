@@ -1,4 +1,6 @@
-// Tells the system that mapped memory will be read soon, so that it reads the file ahead.
+// Brings the pages of mapped files into memory before they are used. A page that is missing when a
+// worker meets it makes the worker wait, and the system guesses from such faults what to read next:
+// badly, if several workers and a sampler meet pages in different places.
 #pragma once
 
 #include <cstddef>
@@ -22,6 +24,22 @@ inline void will_need(const uint8_t* data, std::size_t nbytes) {
     const auto start = reinterpret_cast<uintptr_t>(data) & ~(page - 1);
     const auto stop = reinterpret_cast<uintptr_t>(data) + nbytes;
     posix_madvise(reinterpret_cast<void*>(start), stop - start, POSIX_MADV_WILLNEED);
+#endif
+}
+
+// Reads the missing pages of a range from front to back, waits for them, and maps all pages. Where
+// the system cannot do that (Linux can since 5.14), or a page is lost, pages are left as they are:
+// whoever uses them meets the fault.
+inline void read_now(const uint8_t* data, std::size_t nbytes) {
+#if defined(__linux__)
+    constexpr int kPopulateRead = 22;  // MADV_POPULATE_READ, which older headers do not have
+    static const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+    const auto start = reinterpret_cast<uintptr_t>(data) & ~(page - 1);
+    const auto stop = reinterpret_cast<uintptr_t>(data) + nbytes;
+    if (start < stop) madvise(reinterpret_cast<void*>(start), stop - start, kPopulateRead);
+#else
+    (void)data;
+    (void)nbytes;
 #endif
 }
 

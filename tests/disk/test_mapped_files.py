@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,8 @@ from safetensors.numpy import save_file
 
 import packhorse
 from packhorse import _core
-from packhorse.disk import pack_file
+from packhorse import numpy as ph_numpy
+from packhorse.disk import batches, pack_file, unpack_file
 from packhorse.disk.packed_file import PackedFile
 from packhorse.errors import TruncationError
 from packhorse.frame import compress_buffer
@@ -60,6 +63,110 @@ def test_what_is_gone_is_zeros_and_is_told(tmp_path):
     assert mapper.has_lost
     assert undisturbed[-1] == path.read_bytes()[PAGE - 1]
     assert not other.has_lost
+
+
+def is_in_memory(path: Path, offset: int) -> bool:
+    """Whether the system has the page of a byte in its cache."""
+    with path.open("rb", buffering=0) as file:
+        try:
+            return os.preadv(file.fileno(), [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+        except BlockingIOError:
+            return False
+
+
+def forget(path: Path) -> None:
+    """Removes a file from the system's cache, where its file system can do that."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def test_missing_pages_are_read_at_once(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(LARGE))
+    forget(path)
+    if is_in_memory(path, LARGE // 2):
+        pytest.skip("this file system keeps what it should forget")
+    forget(path)
+    _, views = mapped(path, (0, LARGE // 2), (LARGE // 2, LARGE // 2))
+    _core.read_now(views)
+    assert all(is_in_memory(path, offset) for offset in range(0, LARGE, PAGE))
+
+
+def test_lost_pages_are_left_to_those_who_read_them(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(4 * PAGE))
+    mapper, views = mapped(path, (0, 4 * PAGE))
+    cut_below(path, PAGE)
+    _core.read_now([*views, memoryview(b""), memoryview(b"memory of somebody")])
+    assert not mapper.has_lost
+    assert bytes(views[0]) == bytes(4 * PAGE)
+    assert mapper.has_lost
+
+
+@pytest.fixture
+def read_ahead(monkeypatch):
+    """The number of bytes of each read."""
+    read, read_now = [], _core.read_now
+
+    def noting(views):
+        read.append(sum(view.nbytes for view in views))
+        read_now(views)
+
+    monkeypatch.setattr(_core, "read_now", noting)
+    return read
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def test_packing_reads_the_next_batch_meanwhile(tmp_path, read_ahead, monkeypatch):
+    rng = np.random.default_rng(0)
+    rows = rng.integers(0, 256, 10 << 20, np.uint8)
+    tensors = {f"t{i}": rows for i in range(5)} | {"whole": np.resize(rows, 40 << 20)}
+    save_file(tensors, tmp_path / "model")
+    pack, n_read = batches._pack_batch, []
+
+    def waiting(*args):
+        wait_until(lambda: len(read_ahead) > min(len(n_read) + 1, 2))
+        n_read.append(len(read_ahead))
+        return pack(*args)
+
+    monkeypatch.setattr(batches, "_pack_batch", waiting)
+    pack_file(tmp_path / "model", tmp_path / "packed")
+    assert read_ahead == [30 << 20, 20 << 20, 40 << 20]
+    assert n_read == [2, 3, 3]
+    unpack_file(tmp_path / "packed", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == (tmp_path / "model").read_bytes()
+
+
+def test_loading_reads_the_next_run_meanwhile(tmp_path, read_ahead, monkeypatch):
+    rng = np.random.default_rng(0)
+    tensors = {f"t{i}": rng.integers(0, 256, 20 << 20, np.uint8) for i in range(3)}
+    save_file(tensors, tmp_path / "model")
+    pack_file(tmp_path / "model", tmp_path / "packed")
+    with packhorse.open_file(tmp_path / "packed") as packed:
+        frames = [packed.frame(name).nbytes for name in packed.offset_keys()]
+    read_ahead.clear()
+    unpack, n_read = _core.unpack_to_views, []
+
+    def waiting(*args):
+        wait_until(lambda: len(read_ahead) > min(len(n_read) + 1, 2))
+        n_read.append(len(read_ahead))
+        return unpack(*args)
+
+    monkeypatch.setattr(_core, "unpack_to_views", waiting)
+    loaded = ph_numpy.load_file(tmp_path / "packed")
+    assert all(np.array_equal(loaded[name], tensors[name]) for name in tensors)
+    assert read_ahead == frames
+    assert n_read == [2, 3, 3]
+    monkeypatch.setattr(_core, "unpack_to_views", unpack)
+    read_ahead.clear()
+    ph_numpy.load((tmp_path / "packed").read_bytes())
+    assert not read_ahead  # bytes in memory are nothing to be read
 
 
 def test_a_mapping_ends_with_its_last_view(tmp_path):

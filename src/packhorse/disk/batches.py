@@ -1,13 +1,14 @@
-"""Packs the tensors of a file in batches, and writes each batch while the next one is packed."""
+"""Packs the tensors of a file in batches, and writes each batch while the next one is packed. Of a
+mapped file, the batch after that is read meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice, pairwise, repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -28,7 +29,9 @@ from packhorse.threads import batches, one_ahead
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["AHEAD_NBYTES", "Coder", "Listed", "Sink", "tensor_results", "write_frames"]
+__all__ = [
+    "AHEAD_NBYTES", "Coder", "Listed", "Mapped", "Sink", "tensor_results", "write_frames",
+]  # fmt: skip
 
 # A batch is packed while the one before is written if they need no more memory together.
 AHEAD_NBYTES = 1 << 29
@@ -103,6 +106,20 @@ class Listed:
         return map(self.read, self.order)
 
 
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """Tensors of a mapped file, in its order.
+
+    Attributes:
+        views: the bytes of each, which are pages of the file.
+    """
+
+    views: Iterator[memoryview]
+
+    def __iter__(self) -> Iterator[memoryview]:
+        return self.views
+
+
 class _Batch(NamedTuple):
     """Frames that are packed.
 
@@ -138,8 +155,10 @@ def write_frames(
     """
     tensors: list[TensorResult] = []
     nbytes = [stop - start for _, _, _, start, stop in all_entries]
-    packed = _packed_batches(all_entries, nbytes, rooms, buffers, sink.nbytes, coder)
-    with closing(one_ahead(packed, sum(nbytes))) as batches_of_frames:
+    with (
+        closing(_packed_batches(all_entries, nbytes, rooms, buffers, sink.nbytes, coder)) as packed,
+        closing(one_ahead(packed, sum(nbytes))) as batches_of_frames,
+    ):
         for pieces, sizes, base_hashes in batches_of_frames:
             sink.write_all(pieces)
             done = slice(len(tensors), len(tensors) + len(sizes))
@@ -156,7 +175,7 @@ def _packed_batches(
     buffers: Iterable[Buffer],
     offset: int,
     coder: Coder,
-) -> Iterator[_Batch]:
+) -> Generator[_Batch, None, None]:
     """The frames of all tensors, batch by batch. A batch lies in one of two buffers, at a place
     that suits its offset in the file. If it and the batch before take too much memory together, it
     is packed when that one is written: an empty batch comes between them."""
@@ -168,34 +187,44 @@ def _packed_batches(
         np.empty(max(needed, default=0), np.uint8),
         np.empty(min(max(needed, default=0), AHEAD_NBYTES), np.uint8),
     ]
-    source = iter(buffers)
+    read_nbytes = sum(nbytes) if isinstance(buffers, Mapped) else 0
     number = 0
-    for run, is_ahead in zip(runs, [False, *both], strict=False):
-        if not is_ahead and run.start:
-            yield _Batch([], [], [])
-        number = 1 - number if is_ahead else 0
-        out = placed(memory[number], offset)
-        batch = _pack_batch(
-            all_entries[run.start : run.stop],
-            rooms[run.start : run.stop],
-            # Nothing else refers to what is taken, so it is released with the batch.
-            _part(buffers, run) if isinstance(buffers, Listed) else list(islice(source, len(run))),
-            out,
-            coder,
-        )
-        offset += sum(batch.sizes)
-        yield batch
+    with closing(one_ahead(_taken(buffers, runs), read_nbytes)) as taken:
+        for run, is_ahead in zip(runs, [False, *both], strict=False):
+            if not is_ahead and run.start:
+                yield _Batch([], [], [])
+            number = 1 - number if is_ahead else 0
+            out = placed(memory[number], offset)
+            batch = _pack_batch(
+                all_entries[run.start : run.stop],
+                rooms[run.start : run.stop],
+                next(taken),  # nothing else refers to it, so it is released with the batch
+                out,
+                coder,
+            )
+            offset += sum(batch.sizes)
+            yield batch
 
 
-def _part(tensors: Listed, run: range) -> Listed:
-    part = tensors.order[run.start : run.stop]
-    return Listed(tensors.views.part(part), part, tensors.read)
+def _taken(buffers: Iterable[Buffer], runs: Iterable[range]) -> Iterator[Listed | list[Any]]:
+    """The tensors of each run. Those of a mapped file are in memory then."""
+    source = iter(buffers)
+    for run in runs:
+        if isinstance(buffers, Listed):
+            part = buffers.order[run.start : run.stop]
+            yield Listed(buffers.views.part(part), part, buffers.read)
+        elif isinstance(buffers, Mapped):
+            views = list(islice(buffers.views, len(run)))
+            _core.read_now([view[:AHEAD_NBYTES] for view in views])
+            yield views
+        else:
+            yield list(islice(source, len(run)))
 
 
 def _pack_batch(
     entries: Sequence[TensorEntry],
     rooms: Sequence[int],
-    tensors: Listed | list[Buffer],
+    tensors: Listed | list[Any],
     out: ByteArray,
     coder: Coder,
 ) -> _Batch:

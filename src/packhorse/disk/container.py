@@ -34,7 +34,7 @@ from packhorse.disk.base_files import (
     open_bases,
     place_base,
 )
-from packhorse.disk.batches import Coder, Listed, Sink, write_frames
+from packhorse.disk.batches import Coder, Listed, Mapped, Sink, write_frames
 from packhorse.disk.packed_header import (
     PrefixWriter,
     is_packed,
@@ -54,7 +54,7 @@ from packhorse.storage.safetensors_header import (
     lay_out_forms,
 )
 from packhorse.storage.source import header_at, open_source
-from packhorse.storage.source_file import Source, stamp_of
+from packhorse.storage.source_file import Source, SourceFile, stamp_of
 from packhorse.storage.strict_json import shown
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def pack_file(
     _refuse_pickle(path)
     with open_source(path) as source:
         header = _plain_header(source)
-        buffers = _map_tensors(source, header, header.entries)
+        buffers = _tensors_of(source, header, header.entries)
         return write_packed(
             dst, header, buffers, level=level, threads=threads, progress=progress, force=force,
             source=source, base=base, storage_options=storage_options,
@@ -283,7 +283,7 @@ def pack_range(
             coder = coder.against(bases, header, path, output)
         entries = header.entries[run.start : run.stop]
         with writing(open_place(dst), force=True) as sink:
-            buffers = _map_tensors(source, header, entries)
+            buffers = _tensors_of(source, header, entries)
             tensors = write_frames(sink, entries, buffers, rooms_of(entries), coder)
             _check_unchanged(source, bases)
     return Packed(tensors, coder.base_name)
@@ -488,6 +488,13 @@ def _plan(entry: TensorEntry, buffer: memoryview, coder: Coder) -> TensorPlan:
         buffer, entry.dtype, entry.shape, level=coder.level, base=base, base_dtype=base_dtype
     )
     return TensorPlan(entry.name, entry.dtype, entry.shape, entry.nbytes, plan)
+
+
+def _tensors_of(
+    source: Source, header: FileHeader, entries: Sequence[TensorEntry]
+) -> Iterable[memoryview]:
+    views = _map_tensors(source, header, entries)
+    return Mapped(views) if isinstance(source, SourceFile) else views
 
 
 def _map_tensors(

@@ -96,6 +96,11 @@ class MappedBytes:
         for memory, offset in parts:
             memory[:] = np.frombuffer(self.data[offset : offset + memory.size], np.uint8)
 
+    @property
+    def is_file(self) -> bool:
+        """Whether the bytes are a mapped file, whose pages may have to be read from a disk."""
+        return self._mapper is not None
+
     def settle(self, *, has_failed: bool) -> None:
         """Check that no part of the file is lost."""
         if self._mapper is not None and self._mapper.has_lost:

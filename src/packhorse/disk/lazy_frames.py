@@ -7,7 +7,8 @@ read from front to back (`remote_source.py`).
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -21,7 +22,7 @@ from packhorse.frame import Frame
 from packhorse.layout import DTYPE_BY_NAME
 from packhorse.storage.remote_source import Blocks
 from packhorse.storage.safetensors_header import TensorEntry
-from packhorse.threads import batches
+from packhorse.threads import batches, one_ahead
 
 __all__ = ["LazyFrames", "Run", "lazy_frames"]
 
@@ -60,17 +61,20 @@ def lazy_frames(packed: PackedHeader, content: MappedBytes | RemoteBytes) -> Laz
 class _MappedFrames:
     def __init__(self, packed: PackedHeader, content: MappedBytes) -> None:
         self._packed = packed
+        self._content = content
         self._data = content.data
         self._frames: dict[str, Frame] = {}
 
     def part(self, entry: TensorEntry, start: int, stop: int) -> Frame:
         frame = self._frames.get(entry.name)
         if frame is None:
-            at = self._packed.frame_offset(entry.name)
-            data = self._data[at : at + self._packed.frames[entry.name].nbytes]
-            frame = open_frame(data, self._packed, entry)
+            frame = open_frame(self._bytes_of(entry), self._packed, entry)
             self._frames[entry.name] = frame  # two threads may both come here, with equal frames
         return frame
+
+    def _bytes_of(self, entry: TensorEntry) -> memoryview:
+        at = self._packed.frame_offset(entry.name)
+        return self._data[at : at + self._packed.frames[entry.name].nbytes]
 
     def open_all(self, entries: Sequence[TensorEntry]) -> list[OpenFrame]:
         frames = [self._packed.frames[entry.name] for entry in entries]
@@ -87,7 +91,21 @@ class _MappedFrames:
         return (self.part(entry, 0, 0) for entry in entries)
 
     def runs(self, entries: Sequence[TensorEntry]) -> Generator[Run, None, None]:
-        yield entries, {}  # all at once: their frames are pages of the file
+        """All at once if the bytes are in memory, or few; otherwise the next run is read meanwhile,
+        before the headers of its frames are: these are far from each other."""
+        sizes = [entry.nbytes for entry in entries]
+        runs = list(batches(sizes))
+        if self._content.is_file and len(runs) > 1:
+            with closing(one_ahead(self._read(entries, runs), sum(sizes))) as read:
+                yield from read
+        else:
+            yield entries, {}
+
+    def _read(self, entries: Sequence[TensorEntry], runs: Iterable[range]) -> Iterator[Run]:
+        for run in runs:
+            part = entries[run.start : run.stop]
+            _core.read_now([self._bytes_of(entry) for entry in part])
+            yield part, {}
 
 
 class _RemoteFrames:
