@@ -25,8 +25,8 @@ inline uint32_t crc32c_continue(uint32_t crc, const uint8_t* src, std::size_t nb
 #if PACKHORSE_X86
     if (isa >= Isa::kAvx512 && nbytes >= kCrcFoldMinNbytes && has_vpclmulqdq())
         return crc32c_folding(crc, src, nbytes);
-    if (isa >= Isa::kAvx2 && nbytes >= kCrcFoldAvx2MinNbytes && has_vpclmulqdq())
-        return crc32c_folding_avx2(crc, src, nbytes);
+    if (isa >= Isa::kAvx2 && nbytes >= kCrcBlocksMinNbytes && has_vpclmulqdq())
+        return crc32c_blocks_avx2(crc, src, nbytes);
     if (isa >= Isa::kAvx2) return crc32c_hardware(crc, src, nbytes);
 #elif PACKHORSE_ARM
     if (isa >= Isa::kNeon && has_crc32()) return crc32c_neon(crc, src, nbytes);

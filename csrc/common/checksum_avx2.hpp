@@ -1,8 +1,6 @@
-// CRC32C with the instruction for it, in three streams, or by carry-less products of vectors, and
-// XXH3-128 with AVX2. The instruction came with SSE4.2, which every processor with AVX2 has.
-//
-// On Zen 4 the products are hardly faster, but they read one stream, which arrives sooner from
-// memory and from L3.
+// CRC32C with the instruction for it, in three streams, or with the instruction and carry-less
+// products of vectors side by side, and XXH3-128 with AVX2. The instruction came with SSE4.2, which
+// every processor with AVX2 has.
 #pragma once
 
 #include "common/checksum_portable.hpp"
@@ -51,38 +49,100 @@ constexpr uint64_t crc_fold_factor(std::size_t n) {
     return uint64_t{power} << 32;
 }
 
-constexpr std::size_t kCrcFoldAvx2Nbytes = 128;
-constexpr std::size_t kCrcFoldAvx2MinNbytes = 4096;  // below, folding does not pay
-inline constexpr uint64_t kCrcFoldAvx2Low = crc_fold_factor(8 * kCrcFoldAvx2Nbytes + 63);
-inline constexpr uint64_t kCrcFoldAvx2High = crc_fold_factor(8 * kCrcFoldAvx2Nbytes - 1);
+// Each way takes half of the bytes, because they use different units of a processor. A block has a
+// part for products, three vectors in each step, and three parts for the instruction. Blocks are
+// small, so that memory is read like one stream, which arrives sooner than streams far apart.
+constexpr std::size_t kCrcStepNbytes = 96;
+constexpr std::size_t kCrcPartNbytes = 128;
+constexpr std::size_t kCrcHalfNbytes = 3 * kCrcPartNbytes;
+constexpr std::size_t kCrcBlockNbytes = 2 * kCrcHalfNbytes;
+constexpr std::size_t kCrcBlocksMinNbytes = 4 * kCrcBlockNbytes;  // below, blocks do not pay
 
-// Moves a vector ahead by 128 bytes and adds the bytes at that place.
-PACKHORSE_AVX2_VPCLMULQDQ PACKHORSE_INLINE __m256i crc_fold_avx2(__m256i vector, __m256i bytes) {
-    const __m256i factors =
-        _mm256_set_epi64x(kCrcFoldAvx2High, kCrcFoldAvx2Low, kCrcFoldAvx2High, kCrcFoldAvx2Low);
+// The factors that move the lower and the upper half of 128 bits ahead by `nbytes`.
+struct CrcFactors {
+    uint64_t low, high;
+};
+
+constexpr CrcFactors crc_fold_factors(std::size_t nbytes) {
+    return {crc_fold_factor(8 * nbytes + 63), crc_fold_factor(8 * nbytes - 1)};
+}
+
+inline constexpr CrcFactors kCrcNextStep = crc_fold_factors(kCrcStepNbytes);
+inline constexpr CrcFactors kCrcNextBlock = crc_fold_factors(kCrcStepNbytes + kCrcHalfNbytes);
+
+// The factor that moves a register ahead by `nbytes`. The instruction that reduces the product
+// moves by another 32 bits than the product has.
+constexpr uint64_t crc_shift_factor(std::size_t nbytes) {
+    return crc_fold_factor(8 * nbytes - 33) >> 32;
+}
+
+inline constexpr uint64_t kCrcShiftPart = crc_shift_factor(kCrcPartNbytes);
+inline constexpr uint64_t kCrcShiftTwoParts = crc_shift_factor(2 * kCrcPartNbytes);
+inline constexpr uint64_t kCrcShiftHalf = crc_shift_factor(kCrcHalfNbytes);
+inline constexpr uint64_t kCrcShiftBlock = crc_shift_factor(kCrcBlockNbytes);
+
+PACKHORSE_AVX2_VPCLMULQDQ PACKHORSE_INLINE __m128i crc_product(uint64_t crc, uint64_t factor) {
+    return _mm_clmulepi64_si128(_mm_cvtsi64_si128(static_cast<long long>(crc)),
+                                _mm_cvtsi64_si128(static_cast<long long>(factor)), 0x00);
+}
+
+PACKHORSE_AVX2_VPCLMULQDQ PACKHORSE_INLINE uint64_t crc_reduce(__m128i product) {
+    return _mm_crc32_u64(0, static_cast<uint64_t>(_mm_cvtsi128_si64(product)));
+}
+
+// Moves a vector ahead and adds the bytes at that place.
+PACKHORSE_AVX2_VPCLMULQDQ PACKHORSE_INLINE __m256i crc_fold_avx2(__m256i vector, __m256i factors,
+                                                                 const uint8_t* src) {
     const __m256i low = _mm256_clmulepi64_epi128(vector, factors, 0x00);
     const __m256i high = _mm256_clmulepi64_epi128(vector, factors, 0x11);
+    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(src));
     return _mm256_xor_si256(_mm256_xor_si256(low, high), bytes);
 }
 
-// Four vectors take every fourth piece of 32 bytes, so that four chains of products run side by
-// side. In the end they are 128 bytes that give the same register, started at 0, as all bytes.
-PACKHORSE_AVX2_VPCLMULQDQ inline uint32_t crc32c_folding_avx2(uint32_t crc, const uint8_t* src,
-                                                              std::size_t nbytes) {
-    __m256i vectors[4];
-    for (__m256i& vector : vectors) vector = _mm256_setzero_si256();
+PACKHORSE_AVX2 PACKHORSE_INLINE __m256i repeat_factors(const CrcFactors& factors) {
+    const auto low = static_cast<long long>(factors.low);
+    const auto high = static_cast<long long>(factors.high);
+    return _mm256_set_epi64x(high, low, high, low);
+}
+
+PACKHORSE_AVX2 PACKHORSE_INLINE uint64_t crc_next_32(uint64_t crc, const uint8_t* src) {
+    for (int i = 0; i < 4; ++i) crc = _mm_crc32_u64(crc, load<uint64_t>(src + 8 * i));
+    return crc;
+}
+
+// The registers of both ways are computed as if the other way's bytes were zero, and are added in
+// the end. `nbytes` is at least a block.
+PACKHORSE_AVX2_VPCLMULQDQ inline uint32_t crc32c_blocks_avx2(uint32_t crc, const uint8_t* src,
+                                                             std::size_t nbytes) {
+    const __m256i next_step = repeat_factors(kCrcNextStep);
+    const __m256i next_block = repeat_factors(kCrcNextBlock);
+    __m256i vectors[3] = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256()};
     __m256i seed = _mm256_setr_epi32(static_cast<int>(crc), 0, 0, 0, 0, 0, 0, 0);
-    for (; nbytes >= kCrcFoldAvx2Nbytes; src += kCrcFoldAvx2Nbytes, nbytes -= kCrcFoldAvx2Nbytes) {
-        for (int i = 0; i < 4; ++i) {
-            const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(src) + i);
-            vectors[i] = crc_fold_avx2(vectors[i], i == 0 ? _mm256_xor_si256(bytes, seed) : bytes);
+    uint64_t sum = 0;
+    for (; nbytes >= kCrcBlockNbytes; src += kCrcBlockNbytes, nbytes -= kCrcBlockNbytes) {
+        const uint8_t* const parts = src + kCrcHalfNbytes;
+        uint64_t a = 0, b = 0, c = 0;
+        for (std::size_t step = 0; step < kCrcPartNbytes / 32; ++step) {
+            const __m256i factors = step == 0 ? next_block : next_step;
+            for (std::size_t i = 0; i < 3; ++i)
+                vectors[i] =
+                    crc_fold_avx2(vectors[i], factors, src + kCrcStepNbytes * step + 32 * i);
+            if (step == 0) vectors[0] = _mm256_xor_si256(vectors[0], seed);
+            a = crc_next_32(a, parts + 32 * step);
+            b = crc_next_32(b, parts + kCrcPartNbytes + 32 * step);
+            c = crc_next_32(c, parts + 2 * kCrcPartNbytes + 32 * step);
         }
         seed = _mm256_setzero_si256();
+        const __m128i ahead =
+            _mm_xor_si128(crc_product(a, kCrcShiftTwoParts), crc_product(b, kCrcShiftPart));
+        sum = c ^ crc_reduce(_mm_xor_si128(crc_product(sum, kCrcShiftBlock), ahead));
     }
-    alignas(32) uint8_t rest[kCrcFoldAvx2Nbytes];
-    for (int i = 0; i < 4; ++i)
-        _mm256_store_si256(reinterpret_cast<__m256i*>(rest) + i, vectors[i]);
-    return crc32c_hardware(crc32c_hardware(0, rest, sizeof rest), src, nbytes);
+    // These bytes give the same register, started at 0, as all bytes that the products took.
+    alignas(32) uint8_t folded[kCrcStepNbytes];
+    for (std::size_t i = 0; i < 3; ++i)
+        _mm256_store_si256(reinterpret_cast<__m256i*>(folded) + i, vectors[i]);
+    sum ^= crc_reduce(crc_product(crc32c_hardware(0, folded, sizeof folded), kCrcShiftHalf));
+    return crc32c_hardware(static_cast<uint32_t>(sum), src, nbytes);
 }
 
 PACKHORSE_AVX2 PACKHORSE_INLINE __m256i xxh3_half_stripe_avx2(__m256i lanes, __m256i value,

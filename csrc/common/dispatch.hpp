@@ -71,6 +71,17 @@ struct Ahead {
         for (const uintptr_t end = write + write_step; write < end; write += 64)
             __builtin_prefetch(reinterpret_cast<const void*>(write), 1, 2);
     }
+
+    // Does a quarter of a step, for loops that are faster if fetches are spread. Lines are fetched
+    // in order, some of them twice.
+    PACKHORSE_INLINE void quarter_step() {
+        for (std::size_t at = 0; at < read_step / 4; at += 64)
+            __builtin_prefetch(reinterpret_cast<const void*>(read + at), 0, 2);
+        read += read_step / 4;
+        for (std::size_t at = 0; at < write_step / 4; at += 64)
+            __builtin_prefetch(reinterpret_cast<const void*>(write + at), 1, 2);
+        write += write_step / 4;
+    }
 };
 
 enum class Isa : int { kPortable = 0, kNeon = 1, kAvx2 = 2, kAvx512 = 3, kAvx512Vbmi2 = 4 };

@@ -1,5 +1,6 @@
 // Turns units of 32 bits into planes and back with AVX2, in the same steps as
-// planes/planes_sse2.hpp, and merges units of 16 bits. For the rest, compilers make good loops.
+// planes/planes_sse2.hpp, rotates units of 8 bits, and merges units of 16 bits. For the rest,
+// compilers make good loops.
 #pragma once
 
 #include "common/dispatch.hpp"
@@ -16,6 +17,24 @@ PACKHORSE_AVX2 PACKHORSE_INLINE __m256i rotate_right16_avx2(__m256i units) {
     if constexpr (kRotation == 0) return units;
     return _mm256_or_si256(_mm256_srli_epi16(units, kRotation),
                            _mm256_slli_epi16(units, 16 - kRotation));
+}
+
+// Rotates bytes to the left. Returns how many, a multiple of 32. There are shifts of 16 bits but
+// none of bytes, so each byte gets bits of its neighbour, which a mask takes away. `src` may be
+// `dst`.
+template <uint32_t kLeft>
+PACKHORSE_AVX2 inline std::size_t rotate_blocks_avx2(const uint8_t* src, std::size_t n,
+                                                     uint8_t* dst) {
+    const __m256i upper = _mm256_set1_epi8(static_cast<char>(0xFF << kLeft));
+    std::size_t at = 0;
+    for (; at + 32 <= n; at += 32) {
+        const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(src + at));
+        const __m256i rotated =
+            _mm256_or_si256(_mm256_and_si256(_mm256_slli_epi16(bytes, kLeft), upper),
+                            _mm256_andnot_si256(upper, _mm256_srli_epi16(bytes, 8 - kLeft)));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(dst + at), rotated);
+    }
+    return at;
 }
 
 // AVX2 does in each half of a register what SSE2 does: the lower halves hold units 0 to 15, the
@@ -106,6 +125,8 @@ PACKHORSE_AVX2 inline std::size_t merge32_blocks_avx2(const uint8_t* const* plan
 PACKHORSE_AVX2 inline void split_avx2(const uint8_t* src, std::size_t n, const PlaneSpec& spec,
                                       uint8_t* const* planes) {
     std::size_t done = 0;
+    if (spec.unit_nbytes == 1 && spec.rotation == 1)
+        done = rotate_blocks_avx2<1>(src, n, planes[0]);
     if (spec.unit_nbytes == 4)
         done = spec.rotation == 1 ? split32_blocks_avx2<1>(src, n, planes)
                                   : split32_blocks_avx2<0>(src, n, planes);
@@ -115,6 +136,8 @@ PACKHORSE_AVX2 inline void split_avx2(const uint8_t* src, std::size_t n, const P
 PACKHORSE_AVX2 inline void merge_avx2(const uint8_t* const* planes, std::size_t n,
                                       const PlaneSpec& spec, uint8_t* dst) {
     std::size_t done = 0;
+    if (spec.unit_nbytes == 1 && spec.rotation == 1)
+        done = rotate_blocks_avx2<7>(planes[0], n, dst);
     if (spec.unit_nbytes == 4)
         done = spec.rotation == 1 ? merge32_blocks_avx2<1>(planes, n, dst)
                                   : merge32_blocks_avx2<0>(planes, n, dst);

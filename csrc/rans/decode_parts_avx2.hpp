@@ -259,11 +259,12 @@ PACKHORSE_AVX2 inline void decode_rounds_pairs_avx2(RansDecoder& decoder, std::s
     find_parts(tables, places);
     uint32_t needs = 0;
     for (std::size_t r = 0; r < n_rounds; ++r, dst += kMaxLanes) {
-        ahead.step();
         __m256i units[4];
 #pragma GCC unroll 4
-        for (std::size_t q = 0; q < 4; ++q)
+        for (std::size_t q = 0; q < 4; ++q) {
+            ahead.quarter_step();
             units[q] = decode_quarter(lanes, q, tables, entries, places, needs, words);
+        }
         order_units_avx2(units, dst);
     }
     fill_words(needs, words, lanes.low + kLast);

@@ -137,6 +137,17 @@ def test_planes_are_those_of_the_page(unit_nbytes: int, how: Split, isa: str) ->
         assert merged.tobytes() == data
 
 
+@pytest.mark.parametrize("isa", ISAS)
+def test_bytes_are_rotated(isa: str) -> None:
+    for n in (0, 1, 31, 32, 33, 64, 95, 1000, 8193):
+        data = random.Random(n).randbytes(n)
+        with forced(isa):
+            rows = planes.split(guarded(data), 1, Split.FLOAT)
+            merged = planes.merge(rows, Split.FLOAT)
+        assert rows[0].tobytes() == bytes(byte << 1 & 0xFF | byte >> 7 for byte in data)
+        assert merged.tobytes() == data
+
+
 def test_planes_refuse_what_is_no_array_of_planes() -> None:
     with pytest.raises(ValueError, match="multiple of unit_nbytes"):
         planes.split(b"abc", 2, Split.BYTES)

@@ -298,8 +298,9 @@ def test_crc32c_of_odd_lengths(isa: str) -> None:
     data = np.random.default_rng(1).integers(0, 256, 20000).astype(np.uint8)
     short = (1, 7, 8, 9, 63, 64, 65, 255, 256, 257, 1007, 1023, 1024, 1025, 1287, 3077)
     long = (4095, 4096, 4097, 4223, 4224, 4225, 12287, 12288, 12289, 19990)
+    blocks = (3071, 3072, 3073, 3839, 3840, 3841, 4606, 4608, 4610)
     with forced(isa):
-        for n in (*short, *long):
+        for n in (*short, *blocks, *long):
             expected = crc32c(data[1 : n + 1].tobytes())
             assert _core.crc32c(data[1 : n + 1]) == expected
             assert _core.crc32c_unfolded(data[1 : n + 1]) == expected
