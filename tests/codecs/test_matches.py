@@ -131,6 +131,15 @@ def test_what_repeats_or_rises_is_packed_by_matches(kind: str, dtype: str, most:
     assert "matches take" in plan_buffer(data, dtype, shape).reason
 
 
+@pytest.mark.parametrize("level", ["fast", "default", "max"])
+def test_a_single_outlier_costs_little(level: str) -> None:
+    steps = np.random.default_rng(6).integers(1, 80, 200_000)
+    smooth = check_tensor(np.cumsum(steps).astype("<i8").tobytes(), "I64", level=level)
+    steps[77_777] = 1 << 40
+    jump = check_tensor(np.cumsum(steps).astype("<i8").tobytes(), "I64", level=level)
+    assert jump.nbytes < smooth.nbytes + 10_000
+
+
 def test_kernels_leave_matches_to_the_host() -> None:
     frame = Frame.from_buffer(bytes(SMALL["matches"]()))
     table = np.array([[0, Mode.MATCHES << 24 | 90]], np.uint32)
