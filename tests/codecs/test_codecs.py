@@ -125,6 +125,12 @@ def test_pairs_of_four_bits_take_little_more_than_their_entropy(level: str, shar
     assert "planes in bits" in frame.plan.reason
 
 
+def test_a_constant_tensor_has_few_chunks() -> None:
+    frame = check_tensor(make_data("constant", "BF16", 1 << 22), "BF16")
+    assert frame.n_chunks == 8
+    assert frame.ratio > 8000
+
+
 def test_the_plan_does_not_depend_on_the_code_path() -> None:
     data = np.frombuffer(make_data("weights", "F16", 100_001), np.uint8)
     plans = []
