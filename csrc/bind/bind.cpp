@@ -34,6 +34,7 @@
 #include "common/gather.hpp"
 #include "common/mapping.hpp"
 #include "common/moments.hpp"
+#include "matches/glance.hpp"
 #include "tensor/chain.hpp"
 #include "tensor/estimate.hpp"
 #include "tensor/patch.hpp"
@@ -88,12 +89,24 @@ std::size_t encode_chunks(Bytes src, const Geometry& geometry, const ContextArgu
     return encode_tensor(src.data(), geometry, given, memory, threads, isa);
 }
 
-std::size_t estimate_matches(Bytes src, uint32_t unit_nbytes, int level) {
+void require_units(Bytes src, uint32_t unit_nbytes) {
     require(unit_nbytes == 1 || unit_nbytes == 2 || unit_nbytes == 4 || unit_nbytes == 8,
             "unit_nbytes must be 1, 2, 4 or 8");
-    require(0 < src.size() && src.size() <= kMaxChunkNbytes && src.size() % unit_nbytes == 0 &&
-                reinterpret_cast<uintptr_t>(src.data()) % unit_nbytes == 0,
-            "src must be at most a chunk of aligned units");
+    require(0 < src.size() && src.size() % unit_nbytes == 0, "src must be one whole unit or more");
+}
+
+bool may_match(Bytes src, uint32_t unit_nbytes) {
+    require_units(src, unit_nbytes);
+    const Isa isa = choose_isa();
+    const ReleasedGil released(src.size());
+    return glance_for_matches(src.data(), src.size() / unit_nbytes, unit_nbytes, isa);
+}
+
+std::size_t estimate_matches(Bytes src, uint32_t unit_nbytes, int level) {
+    require_units(src, unit_nbytes);
+    require(
+        src.size() <= kMaxChunkNbytes && reinterpret_cast<uintptr_t>(src.data()) % unit_nbytes == 0,
+        "src must be at most a chunk of aligned units");
     const Level given = checked_level(level);
     const Isa isa = choose_isa();
     const ReleasedGil released(src.size());
@@ -516,6 +529,7 @@ NB_MODULE(_core, m) {
     m.def("check_table", &check_table, "table"_a, "geometry"_a, "has_base"_a, "last_mode"_a);
     m.def("estimate_delta", &estimate_delta_nbytes, "src"_a, "geometry"_a, "base"_a,
           "plain_nbytes"_a, "level"_a);
+    m.def("may_match", &may_match, "src"_a, "unit_nbytes"_a);
     m.def("estimate_matches", &estimate_matches, "src"_a, "unit_nbytes"_a, "level"_a);
     m.def("estimate_planes", &estimate_planes, "src"_a, "geometry"_a, "level"_a, "n_samples"_a);
     m.def("estimate_side_data", &estimate_side_data, "src"_a, "geometry"_a, "n_rows"_a,

@@ -55,9 +55,12 @@ inline uint32_t sample_log_for(std::size_t n, uint32_t sample_units) {
     return log;
 }
 
-inline std::size_t palette_estimate(const SymbolCounts& symbols, std::size_t n,
+// `n_there` units of the plane are there.
+inline std::size_t palette_estimate(const uint8_t* plane, std::size_t n_there,
+                                    const SymbolCounts& symbols, std::size_t n,
                                     uint32_t most_raw_bits, PaletteModel& model) {
-    const uint64_t bits = choose_palette(symbols, most_raw_bits, model);
+    const auto all_bits = [&] { return used_bits(plane, n_there, 0xFF); };
+    const uint64_t bits = choose_palette(symbols, most_raw_bits, all_bits, model);
     return kPaletteHeaderNbytes + 8 + bits * n / symbols.total / 8;
 }
 
@@ -106,7 +109,7 @@ inline std::size_t choose_mode(const uint8_t* plane, std::size_t n_there, std::s
     list_symbols(histogram, symbols);
     std::size_t best = worth;
     const std::size_t palette_nbytes =
-        palette_estimate(symbols, n, spec.palette_raw_bits, choice.palette);
+        palette_estimate(plane, n_there, symbols, n, spec.palette_raw_bits, choice.palette);
     if (palette_nbytes < best) {
         best = palette_nbytes;
         choice.mode = Mode::kPalette;

@@ -74,11 +74,12 @@ constexpr std::size_t kMaxNumberSampleRuns = 8;
 enum class Counted { kAll, kFresh };
 
 // Estimates what numbers cost without matches, in 2^-16 bits each: the entropy of their bytes in a
-// sample.
+// sample of runs, which are spread.
 template <class Unit, Counted kCounted = Counted::kAll>
-inline uint64_t number_cost(const Unit* units, std::size_t n, const NumberRule& rule) {
+inline uint64_t number_cost(const Unit* units, std::size_t n, const NumberRule& rule,
+                            std::size_t most_of_run = kNumberSampleRun) {
     Histogram bytes[sizeof(Unit)] = {};
-    const std::size_t run = std::min(n, kNumberSampleRun);
+    const std::size_t run = std::min(n, most_of_run);
     const std::size_t n_runs = std::min(kMaxNumberSampleRuns, n / run);
     const auto base = static_cast<Unit>(rule.base);
     uint32_t total = 0;

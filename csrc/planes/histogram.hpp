@@ -258,6 +258,15 @@ inline uint64_t least_cost(const SymbolCounts& symbols) {
     return entropy_cost(symbols) - std::min(entropy_cost(symbols), bias);
 }
 
+// Cost of a histogram if each symbol gets the slots nearest to its share, in 2^-16 bits.
+inline uint64_t nearest_cost(const SymbolCounts& symbols) {
+    const SlotScale slots(symbols.total);
+    uint64_t cost = 0;
+    for (uint32_t i = 0; i < symbols.n; ++i)
+        cost += uint64_t{symbols.counts[i]} * kSymbolCost[slots.nearest(symbols.counts[i])];
+    return cost;
+}
+
 // Scales a cost of the sample (2^-16 bits) to bytes of the plane.
 inline std::size_t scale_cost(uint64_t cost, uint32_t total, std::size_t n) {
     return static_cast<std::size_t>((cost >> kCostBits) * n / total / 8);

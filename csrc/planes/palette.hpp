@@ -95,19 +95,27 @@ inline void try_palette(const SymbolCounts& bytes, uint32_t raw_bits, uint64_t& 
 }
 
 // Tries a palette that only stores, as they are, the bits that are ever set. Uses it if it costs
-// less than `best`.
-inline void try_used_bits(const SymbolCounts& bytes, uint64_t& best, PaletteModel& model) {
-    const uint64_t cost =
-        uint64_t{bytes.total} * static_cast<uint32_t>(std::popcount(bits_in_use(bytes)));
+// less than `best`. A sample may have missed bits, and a single unit with another bit costs a whole
+// bit plane, so `all_bits` reads all units. It is called only if the sample is cheap.
+template <class AllBits>
+inline void try_used_bits(const SymbolCounts& bytes, const AllBits& all_bits, uint64_t& best,
+                          PaletteModel& model) {
+    const auto cost_of = [&](uint32_t used) {
+        return uint64_t{bytes.total} * static_cast<uint32_t>(std::popcount(used));
+    };
+    if (cost_of(bits_in_use(bytes)) >= best) return;
+    const uint64_t cost = cost_of(all_bits());
     if (cost >= best) return;
     best = cost;
     model = {0, false, 8, 1, {}};
 }
 
 // Finds the cheapest palette for a plane, of symbols with up to `most_raw_bits` raw bits. Returns
-// its estimated bits for the units that were counted.
+// its estimated bits for the units that were counted. `all_bits` returns the bits that are set in
+// any unit.
+template <class AllBits>
 inline uint64_t choose_palette(const SymbolCounts& bytes, uint32_t most_raw_bits,
-                               PaletteModel& model) {
+                               const AllBits& all_bits, PaletteModel& model) {
     uint64_t best = ~uint64_t{0};
     // Each raw bit costs one bit a unit, so a palette with more raw bits than the best cost cannot
     // win.
@@ -116,7 +124,7 @@ inline uint64_t choose_palette(const SymbolCounts& bytes, uint32_t most_raw_bits
         try_palette(bytes, raw_bits, best, model);
     if (model.code_bits > 0) fill_palette(model);
     std::sort(model.values, model.values + model.n_values);
-    try_used_bits(bytes, best, model);
+    try_used_bits(bytes, all_bits, best, model);
     return best;
 }
 

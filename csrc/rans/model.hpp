@@ -243,6 +243,9 @@ inline std::size_t find_model(const SymbolCounts& bytes, std::size_t n, RansMode
         if (folded[raw_bits].symbols.n < kNarrowBuckets) continue;
         if (try_model(kWideBuckets - 1, raw_bits, must_save)) must_save = 0;
     }
+    if (bytes.n < kWideBuckets) return best;
+    // With so many codes, what least_with() says is too much: it rounds counts down.
+    folded[0].least_nbytes = scale_cost(nearest_cost(bytes), bytes.total, n);
     try_model(256, 0, best / kPlainSaves);
     return best;
 }

@@ -21,7 +21,9 @@ inline std::size_t encode_single_plane(const uint8_t* src, std::size_t n, Mode m
     PlaneChoice& choice = worker.scratch.choices[0];
     choice.mode = mode;
     if (mode == Mode::kPalette)
-        choose_palette(symbols, level_spec(Level::kFast).palette_raw_bits, choice.palette);
+        choose_palette(
+            symbols, level_spec(Level::kFast).palette_raw_bits,
+            [&] { return bits_in_use(symbols); }, choice.palette);
     else if (choose_model(symbols, n, choice.models[0]) == ~std::size_t{0})
         return 0;
     Ahead nothing;

@@ -131,6 +131,46 @@ def test_what_repeats_or_rises_is_packed_by_matches(kind: str, dtype: str, most:
     assert "matches take" in plan_buffer(data, dtype, shape).reason
 
 
+@pytest.mark.parametrize("n_noise", [50_000, 150_000])
+def test_noise_before_ids_does_not_hide_them(n_noise: int) -> None:
+    noise = np.random.default_rng(5).integers(0, 1 << 31, n_noise).astype("<i8").tobytes()
+    data = make_data("ids", "I64", 1_000_000)
+    apart = check_tensor(noise, "I64").nbytes + check_tensor(data, "I64").nbytes
+    frame = check_tensor(noise + data, "I64")
+    assert set(frame.planes()[0].modes) == {Mode.MATCHES}
+    assert frame.nbytes < 1.1 * apart
+
+
+@pytest.mark.parametrize("level", ["fast", "default", "max"])
+def test_a_single_outlier_costs_little(level: str) -> None:
+    steps = np.random.default_rng(6).integers(1, 80, 200_000)
+    smooth = check_tensor(np.cumsum(steps).astype("<i8").tobytes(), "I64", level=level)
+    steps[77_777] = 1 << 40
+    jump = check_tensor(np.cumsum(steps).astype("<i8").tobytes(), "I64", level=level)
+    assert jump.nbytes < smooth.nbytes + 10_000
+
+
+def test_a_glance_sees_what_repeats_or_rises() -> None:
+    rng = np.random.default_rng(8)
+    noise = rng.integers(0, 256, 1 << 18, np.uint8)
+    twice = np.concatenate([noise[: 1 << 15]] * 8)
+    walk = np.cumsum(rng.integers(-(1 << 20), 1 << 20, 1 << 16)).astype("<i4").view(np.uint8)
+    assert not any(_core.may_match(noise, unit_nbytes) for unit_nbytes in (1, 2, 4, 8))
+    assert all(_core.may_match(twice, unit_nbytes) for unit_nbytes in (1, 2, 4, 8))
+    assert _core.may_match(walk, 4)
+    assert not _core.may_match(walk, 1)
+
+
+@pytest.mark.parametrize("unit_nbytes", [1, 8])
+def test_a_glance_ends_where_the_tensor_does(unit_nbytes: int) -> None:
+    rng = np.random.default_rng(9)
+    for n in (1, 255, 256, 1020, 1021, 1028, 1029, 30_000, 66_000):
+        nbytes = n * unit_nbytes
+        noise = guarded(rng.integers(0, 256, nbytes, np.uint8).tobytes())
+        few = nbytes < 1028  # bytes that are looked at, so nothing is known
+        assert _core.may_match(np.asarray(noise), unit_nbytes) or not few
+
+
 def test_kernels_leave_matches_to_the_host() -> None:
     frame = Frame.from_buffer(bytes(SMALL["matches"]()))
     table = np.array([[0, Mode.MATCHES << 24 | 90]], np.uint32)
@@ -151,4 +191,8 @@ def test_the_core_refuses_matches_of_split_units_or_beside_a_base() -> None:
     with pytest.raises(ValueError, match="unit_nbytes must be 1, 2, 4 or 8"):
         _core.estimate_matches(source, 3, 2)
     with pytest.raises(ValueError, match="at most a chunk of aligned units"):
-        _core.estimate_matches(source[:1999], 2, 2)
+        _core.estimate_matches(source[1:1999], 2, 2)
+    for function in (_core.may_match, lambda *units: _core.estimate_matches(*units, 2)):
+        for wrong in (source[:1999], source[:0]):
+            with pytest.raises(ValueError, match="one whole unit or more"):
+                function(wrong, 2)

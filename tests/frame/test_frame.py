@@ -28,7 +28,7 @@ def tensor(kind: str) -> tuple[bytes, Frame]:
         "whole": ("F32", "noise", 300_001),
         "bytes": ("F8_E4M3", "33 values", 900_001),
         "zstd": ("I64", "sorted", 700_001),
-        "constant": ("F64", "constant", 100_001),
+        "constant": ("F64", "constant", 300_001),  # chunks of 1 MiB
     }
     dtype, data_kind, n = how[kind]
     data = make_data(data_kind, dtype, n)

@@ -21,7 +21,6 @@ from packhorse.codecs.source import Source, cut
 from packhorse.layout import (
     CLASSED_CHUNK_NBYTES,
     ZSTD_CHUNK_NBYTES,
-    DType,
     Level,
     Mode,
     Split,
@@ -34,6 +33,8 @@ _MAX_SAMPLES = 16
 _PIECE_NBYTES = 1 << 17
 _LEAST_PIECE_NBYTES = 1 << 16  # of a short tensor, a trial takes less than its whole
 _MAX_PIECES = 3
+_MORE_PIECES = 4  # of matches, if three take about what planes do, ...
+_ABOUT = 1 / 8  # ... more or less this share
 _PIECE_PART = 32  # a piece is at most this part of a tensor, ...
 # ... and a long one, which only says how good matches are, this part, but no shorter than others
 _LONG_PIECE_PART = 48
@@ -46,6 +47,7 @@ _MATCHES_MUST_SAVE = 1 / 16  # ... which must save this share of its size; but b
 _BYTES_MAY_TAKE = 2
 _CLEARLY_LESS = 3 / 4  # matches that take this share of what zstd takes in one piece are better
 _REPETITIVE = 7 / 8  # a float's last plane that takes this share or less hints at repetition
+_NOISE = 7 / 8  # planes that take more look like noise: a glance comes before the trials
 
 
 class Plan(NamedTuple):
@@ -128,8 +130,10 @@ def choose_plan(source: Source, level: Level, *, with_side: bool = True) -> Plan
     planes_nbytes = sum([nbytes for _, nbytes in estimates])
     if _core.needs_no_plan(data, dtype.code, shape, level):  # then the core does not ask for one
         return Plan(geometry, level, False, planes_nbytes, tuple(estimates))
-    if _may_repeat(dtype, estimates, is_odd, nbytes):
-        whole_nbytes, matches = _estimate_whole(source, level)
+    if all([mode == Mode.CONSTANT for mode, _ in estimates]):  # a chunk takes one row and no time
+        geometry = cut(dtype, split, nbytes, CLASSED_CHUNK_NBYTES)
+    elif _may_repeat(source, level, estimates, is_odd):
+        whole_nbytes, matches = _estimate_whole(source, level, planes_nbytes)
         if whole_nbytes < planes_nbytes * (1 - _WHOLE_MUST_SAVE):
             geometry = cut(dtype, Split.WHOLE, nbytes, ZSTD_CHUNK_NBYTES)
             return Plan(geometry, level, not matches, whole_nbytes, matches=matches)
@@ -145,17 +149,24 @@ def choose_plan(source: Source, level: Level, *, with_side: bool = True) -> Plan
     return Plan(geometry, level, False, planes_nbytes, tuple(estimates), side)
 
 
-def _may_repeat(dtype: DType, estimates: list[tuple[int, int]], is_odd: bool, nbytes: int) -> bool:
+def _may_repeat(
+    source: Source, level: Level, estimates: list[tuple[int, int]], is_odd: bool
+) -> bool:
     """Whether trials of matches and zstd are worth their time. The last plane of real weights is
-    noise. If it is not, or if the samples missed much of the tensor, the data is not weights."""
+    noise. If it is not, or if the samples missed much of the tensor, the data is not weights. If
+    all planes seem to be noise, a glance shows whether anything repeats or rises; but at level
+    `fast`, zstd is all there is against such planes."""
+    nbytes, dtype = source.data.size, source.dtype
     share = _REPETITIVE if dtype.unit_nbytes > 1 else _REPETITIVE / 2
     is_noise = Split.FLOAT in dtype.splits and estimates[-1][1] * dtype.unit_nbytes > nbytes * share
     if is_noise and not is_odd:
         return False
-    return any([mode != Mode.CONSTANT for mode, _ in estimates])
+    if level == Level.FAST or sum([n for _, n in estimates]) <= nbytes * _NOISE:
+        return True
+    return _core.may_match(source.data, dtype.unit_nbytes)
 
 
-def _estimate_whole(source: Source, level: Level) -> tuple[int, bool]:
+def _estimate_whole(source: Source, level: Level, planes_nbytes: int) -> tuple[int, bool]:
     """Estimates the bytes that whole units take, and whether matches are better than zstd."""
     data, unit_nbytes = source.data, source.dtype.unit_nbytes
 
@@ -169,6 +180,8 @@ def _estimate_whole(source: Source, level: Level) -> tuple[int, bool]:
     by_matches = data.size  # other bytes than masks are better with zstd
     if unit_nbytes > 1:
         by_matches = _estimate_pieces(data, match_nbytes, part)
+        if abs(by_matches - planes_nbytes) < planes_nbytes * _ABOUT:
+            by_matches = _estimate_pieces(data, match_nbytes, part, _MORE_PIECES)
     by_zstd = _estimate_pieces(data, zstd_nbytes, part, most=1)
     if by_matches >= by_zstd * _CLEARLY_LESS:
         by_zstd = _estimate_pieces(data, zstd_nbytes, part)
@@ -197,12 +210,17 @@ def _estimate_pieces(
     piece_nbytes: int,
     most: int = _MAX_PIECES,
 ) -> int:
-    """Estimates the bytes of a tensor from those of a few pieces: one in the middle, or several
-    from end to end."""
+    """Estimates the bytes of a tensor from those of a few pieces: from the middles of as many equal
+    parts, so that the first units stand for no more than themselves. Pieces as long as chunks go
+    from end to end, so that the first one is a chunk: masks look better or worse elsewhere."""
     n_pieces = min(most, math.ceil(data.size / piece_nbytes))
     last = max(0, data.size - piece_nbytes)
-    places = [1 / 2] if n_pieces == 1 else [i / (n_pieces - 1) for i in range(n_pieces)]
-    starts = [int(place * last) // 8 * 8 for place in places]  # whole units
+    if piece_nbytes == ZSTD_CHUNK_NBYTES:
+        starts = [i * last // max(1, n_pieces - 1) for i in range(n_pieces)]
+    else:
+        middles = [(2 * i + 1) * data.size // (2 * n_pieces) for i in range(n_pieces)]
+        starts = [min(max(0, middle - piece_nbytes // 2), last) for middle in middles]
+    starts = [start // 8 * 8 for start in starts]  # whole units
     # Copies, because the library is not written for bytes that change while it reads them.
     pieces = [data[start : start + piece_nbytes].copy() for start in starts]
     packed = sum(estimate(piece) for piece in pieces)
