@@ -7,6 +7,7 @@ get lost.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ from packhorse.storage.safetensors_header import FileHeader, read_file_header
 
 __all__ = ["LazyBytes", "MappedBytes", "RemoteBytes", "open_bytes"]
 
+_N_PROBES = 16  # places of a file; each takes a microsecond
 _N_TOLD = 256  # tensors that the file's identity covers: reading a million would take too long
 
 
@@ -69,7 +71,23 @@ def open_bytes(place: Place) -> tuple[FileHeader, MappedBytes | RemoteBytes]:
         header = read_file_header(opened, label)
         mapper = _core.FileMapper()
         view = mapper.map(opened.fileno(), 0, header.file_nbytes)
-    return header, MappedBytes(view, label, mapper)
+        is_cached = _is_cached(opened.fileno(), header.file_nbytes)
+    return header, MappedBytes(view, label, mapper, is_cached=is_cached)
+
+
+def _is_cached(descriptor: int, nbytes: int) -> bool:
+    """Whether the system has a file in its cache, as far as some places in it show. True if it does
+    not tell: only Linux does, and not of every file system."""
+    if not hasattr(os, "RWF_NOWAIT"):
+        return True
+    try:
+        for i in range(_N_PROBES):
+            os.preadv(descriptor, [bytearray(1)], i * nbytes // _N_PROBES, os.RWF_NOWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 class MappedBytes:
@@ -77,17 +95,25 @@ class MappedBytes:
 
     Attributes:
         data: the bytes.
+        is_cached: whether they were in memory when this was made, so that none need be read ahead.
     """
 
     def __init__(
-        self, data: memoryview, label: str, mapper: _core.FileMapper | None = None
+        self,
+        data: memoryview,
+        label: str,
+        mapper: _core.FileMapper | None = None,
+        *,
+        is_cached: bool = True,
     ) -> None:
         """Args:
         data: the bytes of the file.
         label: the name of the file in messages.
         mapper: has mapped `data`; None if `data` is memory of the caller.
+        is_cached: False for a mapped file that has to be read from a disk.
         """
         self.data = data
+        self.is_cached = is_cached
         self._label = label
         self._mapper = mapper
 
@@ -95,11 +121,6 @@ class MappedBytes:
         """Copy bytes."""
         for memory, offset in parts:
             memory[:] = np.frombuffer(self.data[offset : offset + memory.size], np.uint8)
-
-    @property
-    def is_file(self) -> bool:
-        """Whether the bytes are a mapped file, whose pages may have to be read from a disk."""
-        return self._mapper is not None
 
     def settle(self, *, has_failed: bool) -> None:
         """Check that no part of the file is lost."""

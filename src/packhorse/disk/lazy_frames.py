@@ -95,7 +95,7 @@ class _MappedFrames:
         before the headers of its frames are: these are far from each other."""
         sizes = [entry.nbytes for entry in entries]
         runs = list(batches(sizes))
-        if self._content.is_file and len(runs) > 1:
+        if not self._content.is_cached and len(runs) > 1:
             with closing(one_ahead(self._read(entries, runs), sum(sizes))) as read:
                 yield from read
         else:
