@@ -69,7 +69,14 @@ inline Status classed_open(const uint8_t* src, std::size_t n, PlaneDecoder& plan
     return read_rans_body(src + at, plane.nbytes - at, n, header, plane.rans);
 }
 
-inline Status open_plane(const uint8_t* stream, std::size_t n, PlaneDecoder& plane, Isa isa) {
+// Whether a chunk is one plane that its decoder rotates back itself.
+inline bool is_turned(const PlaneDecoder* planes, const PlaneSpec& spec) {
+    return spec.n_planes == 1 && planes[0].mode == Mode::kRans;
+}
+
+// `turn` is the number of bits by which a plane is rotated to the right if a decoder can do that.
+inline Status open_plane(const uint8_t* stream, std::size_t n, uint32_t turn, PlaneDecoder& plane,
+                         Isa isa) {
     switch (plane.mode) {
         case Mode::kStored:
             plane.stored = stream;
@@ -81,7 +88,7 @@ inline Status open_plane(const uint8_t* stream, std::size_t n, PlaneDecoder& pla
         case Mode::kPalette:
             return palette_open(stream, plane.nbytes, n, plane.palette);
         case Mode::kRans:
-            return rans_open(stream, plane.nbytes, n, isa, plane.rans);
+            return rans_open(stream, plane.nbytes, n, turn, isa, plane.rans);
         case Mode::kClassedRans:
             return classed_open(stream, n, plane);
         default:
@@ -107,7 +114,8 @@ inline Status open_planes(const uint8_t* src, const uint32_t* descriptors, std::
     n_carried = 0;
     for (uint32_t p = 0; p < spec.n_planes; ++p) {
         if (planes[p].mode == Mode::kStored) continue;
-        const Status status = open_plane(src + at, n, planes[p], isa);
+        const uint32_t turn = spec.n_planes == 1 ? spec.rotation : 0;
+        const Status status = open_plane(src + at, n, turn, planes[p], isa);
         if (status != Status::kOk) return status;
         if (is_rans(planes[p].mode)) n_carried += std::size_t{2} << planes[p].rans.lanes_log;
         at += planes[p].nbytes;
@@ -199,11 +207,12 @@ inline Status decode_by_blocks(PlaneDecoder* planes, std::size_t n, uint32_t car
     Status status = Status::kOk;
     const uint8_t* sources[kMaxPlanes];
     const std::size_t n_early = (n - n_carried) / kBlockUnits * kBlockUnits;
+    const bool merges = spec.splits() && !is_turned(planes, spec);
     Ahead ahead = decode_ahead(next_encoded, planes, n, spec, dst);
     for (std::size_t at = 0; at < n_early && status == Status::kOk; at += kBlockUnits) {
         status = next_block(planes, at, kBlockUnits, spec, sources, dst + at * spec.unit_nbytes,
                             ahead, isa);
-        if (status == Status::kOk && spec.splits())
+        if (status == Status::kOk && merges)
             merge_planes(sources, kBlockUnits, spec, dst + at * spec.unit_nbytes, isa);
     }
     if (status != Status::kOk) return status;
@@ -214,7 +223,7 @@ inline Status decode_by_blocks(PlaneDecoder* planes, std::size_t n, uint32_t car
     if (status != Status::kOk) return status;
     uint8_t carried[kMaxCarried];
     status = close_planes(planes, spec, n_carried > 0, carried);
-    if (status != Status::kOk || rest == 0 || !spec.splits()) return status;
+    if (status != Status::kOk || rest == 0 || !merges) return status;
     if (n_carried > 0) {
         PlaneDecoder& plane = planes[carrier];
         std::memcpy(plane.buffer, plane.stored + n_early, rest - n_carried);

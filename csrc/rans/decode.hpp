@@ -195,7 +195,7 @@ inline Status patch_escapes(RansDecoder& decoder, uint8_t* dst, std::size_t n) {
             std::memchr(at, decoder.model.escape_byte, static_cast<std::size_t>(end - at)));
         if (at == nullptr) break;
         if (decoder.escapes == decoder.escapes_end) return Status::kEscapeCount;
-        *at = static_cast<uint8_t>(*decoder.escapes++ << decoder.model.raw_bits);
+        *at = decoder.model.unit_of(*decoder.escapes++);
     }
     return Status::kOk;
 }

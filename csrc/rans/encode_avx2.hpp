@@ -69,20 +69,26 @@ PACKHORSE_AVX2 PACKHORSE_INLINE __m256i divide_avx2(EncodeLanesAvx2& lanes, cons
     return _mm256_slli_epi32(quotient, kProbBits);
 }
 
+// The slots of two lanes, joined without a vector unit.
+PACKHORSE_AVX2 PACKHORSE_INLINE long long load_two_slots(const uint16_t* slots,
+                                                         const uint32_t* position) {
+    uint64_t both = uint64_t{slots[static_cast<uint16_t>(position[1])]} << 32 |
+                    slots[static_cast<uint16_t>(position[0])];
+    keep_in_register(both);
+    return static_cast<long long>(both);
+}
+
 PACKHORSE_AVX2 PACKHORSE_INLINE __m128i load_four_slots(const uint16_t* slots,
                                                         const uint32_t* position) {
-    const auto at = [&](int i) { return load<int>(slots + static_cast<uint16_t>(position[i])); };
-    const __m128i first = _mm_cvtsi32_si128(at(0));
-    return _mm_insert_epi32(_mm_insert_epi32(_mm_insert_epi32(first, at(1), 1), at(2), 2), at(3),
-                            3);
+    return _mm_insert_epi64(_mm_cvtsi64_si128(load_two_slots(slots, position)),
+                            load_two_slots(slots, position + 2), 1);
 }
 
 PACKHORSE_AVX2 PACKHORSE_INLINE void finish_avx2(EncodeLanesAvx2& lanes, const uint16_t* slots,
                                                  __m256i upper) {
     const __m256i eight = _mm256_setr_m128i(load_four_slots(slots, lanes.position),
                                             load_four_slots(slots, lanes.position + 4));
-    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes.state),
-                       _mm256_add_epi32(upper, _mm256_and_si256(eight, _mm256_set1_epi32(0xFFFF))));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes.state), _mm256_add_epi32(upper, eight));
 }
 
 // Encodes rounds of 128 lanes, a quarter of them at a time. The divisors of a group are loaded one

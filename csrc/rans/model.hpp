@@ -13,6 +13,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 
 #include "common/dispatch.hpp"
 #include "common/layout.hpp"
@@ -27,9 +28,16 @@ struct RansModel {
     uint32_t n_codes;      // n_symbols, plus one if the escape has a code
     uint8_t symbols[256];  // by code, ascending
     uint16_t freqs[257];   // by code; the escape is last
-    uint8_t escape_byte;   // stands for the escape while decoding
+    // Of decoders: what stands for the escape, and the bits by which units are rotated to the
+    // right.
+    uint8_t escape_byte;
+    uint32_t turn;
 
     bool has_escape() const { return n_codes > n_symbols; }
+    // A unit without its raw bits, as it is decoded.
+    uint8_t unit_of(uint32_t symbol) const {
+        return std::rotr(static_cast<uint8_t>(symbol << raw_bits), static_cast<int>(turn));
+    }
     // Buckets of the alias layout; 0 for the plain layout.
     uint32_t n_buckets() const {
         return n_codes <= kNarrowBuckets ? kNarrowBuckets
@@ -44,6 +52,7 @@ constexpr std::size_t model_nbytes(std::size_t n_in_range) {
 }
 
 inline void set_escape_byte(RansModel& model) {
+    model.turn = 0;
     uint32_t free_value = 0;
     while (free_value < model.n_symbols && model.symbols[free_value] == free_value) ++free_value;
     model.escape_byte = static_cast<uint8_t>(model.raw_bits > 0 ? 1 : free_value);
@@ -378,9 +387,8 @@ PACKHORSE_INLINE void for_each_run(const RansModel& model, const AliasTables& ta
 inline uint32_t pack_entry(const RansModel& model, uint32_t code, uint32_t first_slot,
                            uint32_t first_rank) {
     if (code >= model.n_codes) return 0;  // an empty part of a bucket
-    const uint32_t value = code < model.n_symbols
-                               ? static_cast<uint32_t>(model.symbols[code]) << model.raw_bits
-                               : model.escape_byte;
+    const uint32_t value =
+        code < model.n_symbols ? model.unit_of(model.symbols[code]) : uint32_t{model.escape_byte};
     const uint32_t bias = (first_rank - first_slot) & (kProbSum - 1);
     return model.freqs[code] | bias << kProbBits | value << 24;
 }
