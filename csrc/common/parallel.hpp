@@ -4,7 +4,9 @@
 // chunk.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <exception>
 #include <mutex>
@@ -15,26 +17,71 @@
 
 namespace packhorse {
 
+// Waits for other threads to end, a while without sleeping: a thread that sleeps in a virtual
+// machine takes a tenth of a millisecond to wake up. Meanwhile the core is given to whoever needs
+// it.
+inline void await_end(const std::atomic<std::size_t>& running) {
+    using Clock = std::chrono::steady_clock;
+    const auto until = Clock::now() + std::chrono::microseconds(200);
+    while (running > 0 && Clock::now() < until) std::this_thread::yield();
+}
+
+// Calls work(worker) in the caller's thread and in others, `n_workers` in all, or fewer if the
+// system gives no more threads: each call must be able to do all the work. `work` must not throw.
+template <class Work>
+void in_threads(std::size_t n_workers, const Work& work) {
+    std::atomic<std::size_t> running{0};
+    const auto run = [&](std::size_t worker) {
+        work(worker);
+        --running;
+    };
+    std::vector<std::thread> threads;
+    threads.reserve(n_workers);
+    try {
+        for (std::size_t worker = 1; worker < n_workers; ++worker) {
+            ++running;
+            threads.emplace_back(run, worker);
+        }
+    } catch (const std::exception&) {
+        // No more threads, or no memory for one. The threads that already run, and this one, do all
+        // the work.
+        --running;
+    }
+    work(0);
+    await_end(running);
+    for (std::thread& thread : threads) thread.join();
+}
+
 // Calls work(worker, item) once for every item. Items start in ascending order. `work` must not
 // throw.
 template <class Work>
 void parallel_for(std::size_t n_items, std::size_t n_workers, const Work& work) {
     std::atomic<std::size_t> next{0};
-    const auto run = [&](std::size_t worker) {
+    in_threads(std::min(n_workers, n_items), [&](std::size_t worker) {
         for (std::size_t item = next.fetch_add(1); item < n_items; item = next.fetch_add(1))
             work(worker, item);
-    };
-    std::vector<std::thread> threads;
-    threads.reserve(n_workers);
-    try {
-        for (std::size_t worker = 1; worker < n_workers && worker < n_items; ++worker)
-            threads.emplace_back(run, worker);
-    } catch (const std::exception&) {
-        // The system gives no more threads, or no memory for one. The threads that already run, and
-        // this one, do all the work.
-    }
-    run(0);
-    for (std::thread& thread : threads) thread.join();
+    });
+}
+
+// Calls work(worker, item, following) once for every item. A worker takes a few items at a time, so
+// that it knows what to fetch ahead; fewer towards the end, so that all workers end at about the
+// same time. `following` is its next item, a guess after the last one it has taken; it may be
+// `n_items` or more. `work` must not throw.
+template <class Work>
+void parallel_runs(std::size_t n_items, std::size_t n_workers, const Work& work) {
+    constexpr std::size_t kMost = 8;
+    std::atomic<std::size_t> next{0};
+    in_threads(std::min(n_workers, n_items), [&](std::size_t worker) {
+        std::size_t start = next.load();
+        while (start < n_items) {
+            const std::size_t share = (n_items - start) / (4 * n_workers);
+            const std::size_t stop = start + std::clamp<std::size_t>(share, 1, kMost);
+            if (!next.compare_exchange_weak(start, stop)) continue;
+            for (std::size_t item = start; item < stop; ++item)
+                work(worker, item, item + 1 < stop ? item + 1 : next.load());
+            start = next.load();
+        }
+    });
 }
 
 // The number of threads that are worth starting for `nbytes` bytes, if a thread pays from

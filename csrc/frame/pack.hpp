@@ -8,7 +8,7 @@
 #include <atomic>
 #include <bit>
 #include <deque>
-#include <optional>
+#include <memory>
 #include <vector>
 
 #include "common/xxh3_short.hpp"
@@ -108,9 +108,11 @@ class PackWorker {
         std::size_t most_units[kKinds] = {};
         for (const PackJob& job : jobs) {
             const uint32_t kind = kind_of(job.geometry);
-            if (job.geometry.largest_units() <= most_units[kind]) continue;
+            const bool is_there = workers_[kind] != nullptr;
+            if (is_there && job.geometry.largest_units() <= most_units[kind]) continue;
             most_units[kind] = job.geometry.largest_units();
-            workers_[kind].emplace(job.geometry, false, false, owns_output);
+            workers_[kind] =
+                std::make_unique<EncodeWorker>(job.geometry, false, false, owns_output);
         }
     }
 
@@ -123,7 +125,8 @@ class PackWorker {
         return static_cast<uint32_t>(std::countr_zero(geometry.spec.unit_nbytes));
     }
 
-    std::optional<EncodeWorker> workers_[kKinds];
+    // Not in place: pieces of more than 128 KiB would be new memory in each call.
+    std::unique_ptr<EncodeWorker> workers_[kKinds];
 };
 
 // What a worker does at a time: a tensor, or a chunk of a tensor that workers share.
@@ -142,7 +145,8 @@ inline std::size_t sum_nbytes(const std::vector<PackJob>& jobs) {
     return total;
 }
 
-// The work for all tensors. Shared tensors come first, so that short ones are left for the end.
+// The work for all tensors. Shared tensors come first, and the shortest ones of the others last, so
+// that all workers end at about the same time.
 inline std::vector<PackItem> share_out(const std::vector<PackJob>& jobs, std::size_t threads) {
     constexpr std::size_t kSharesOfThread = 16;
     const std::size_t total = sum_nbytes(jobs);
@@ -154,8 +158,14 @@ inline std::vector<PackItem> share_out(const std::vector<PackJob>& jobs, std::si
     for (std::size_t j = 0; j < jobs.size(); ++j)
         for (std::size_t c = 0; is_shared(jobs[j]) && c < jobs[j].geometry.n_chunks(); ++c)
             items.push_back({j, c, true});
+    const std::size_t n_shared = items.size();
     for (std::size_t j = 0; j < jobs.size(); ++j)
         if (!is_shared(jobs[j])) items.push_back({j, 0, false});
+    const auto nbytes = [&](const PackItem& item) { return jobs[item.job].geometry.nbytes(); };
+    if (threads > 1)
+        std::stable_sort(
+            items.begin() + static_cast<std::ptrdiff_t>(n_shared), items.end(),
+            [&](const PackItem& a, const PackItem& b) { return nbytes(a) > nbytes(b); });
     return items;
 }
 

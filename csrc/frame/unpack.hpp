@@ -114,17 +114,16 @@ inline UnpackFault unpack_many(const std::vector<UnpackJob>& jobs, bool check_cr
         workers.emplace_back(batch, jobs.size());
     FirstFault fault;
     const bool past_cache = batch.nbytes() >= kPastCacheMinNbytes;
-    parallel_for(n_items, n_workers, [&](std::size_t w, std::size_t item) {
+    parallel_runs(n_items, n_workers, [&](std::size_t w, std::size_t item, std::size_t following) {
         if (fault.is_before(item)) return;
         UnpackWorker& worker = workers[w];
         const std::size_t job = worker.last_job = batch.job_of(item, worker.last_job);
         const EncodedTensor& tensor = batch.tensor(job);
         const std::size_t chunk = item - batch.first_of(job);
         DecodeScratch scratch{worker.planes.get(), worker.whole.get(), nullptr};
-        if (item + n_workers < n_items) {
-            const std::size_t next = batch.job_of(item + n_workers, job);
-            scratch.next_encoded =
-                batch.tensor(next).chunk(item + n_workers - batch.first_of(next));
+        if (following < n_items) {
+            const std::size_t next = batch.job_of(following, job);
+            scratch.next_encoded = batch.tensor(next).chunk(following - batch.first_of(next));
         }
         const Status status =
             decode_plain_chunk(tensor, chunk, check_crc, past_cache, scratch,

@@ -81,6 +81,19 @@ def test_the_frames_are_those_of_one_call_for_each(
     assert targets == [job.src for job in jobs]
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("sizes", [(1_500_000,), (3_000, 1_500_000, 9_000, 700_000), (400_000, 0)])
+def test_more_workers_change_no_byte(sizes: tuple[int, ...], isa: str) -> None:
+    jobs = [PackJob(make_data("weights", "BF16", n), "BF16", (n,)) for n in sizes]
+    # One of them needs a plan, and no worker may wait for it forever.
+    jobs.append(PackJob(make_data("constant", "BF16", 600_000), "BF16", (600_000,)))
+    with forced(isa):
+        expected = [compress_buffer(*job[:3], threads=1).to_bytes() for job in jobs]
+        for threads in (2, 3, 8):
+            frames = compress_many(jobs, threads=threads)
+            assert [frame.to_bytes() for frame in frames] == expected
+
+
 def test_frames_of_a_model_say_what_they_are() -> None:
     tensors = list(real_tensors().values())
     frames = packhorse.numpy.compress_all(tensors)
