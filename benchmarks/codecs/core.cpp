@@ -230,7 +230,7 @@ class StageClock {
         SymbolCounts symbols;
         list_symbols(histogram, symbols);
         end(kCount);
-        palette_estimate(symbols, n, spec.palette_raw_bits, choice.palette);
+        palette_estimate(plane, n, symbols, n, spec.palette_raw_bits, choice.palette);
         end(kPalette);
         choice.mode = Mode::kRans;
         const std::size_t nbytes = rans_estimate(symbols, n, worth, choice.models[0]);

@@ -74,7 +74,7 @@ void parallel_runs(std::size_t n_items, std::size_t n_workers, const Work& work)
     in_threads(std::min(n_workers, n_items), [&](std::size_t worker) {
         std::size_t start = next.load();
         while (start < n_items) {
-            const std::size_t share = (n_items - start) / (4 * n_workers);
+            const std::size_t share = (n_items - start) / (4 * std::max<std::size_t>(1, n_workers));
             const std::size_t stop = start + std::clamp<std::size_t>(share, 1, kMost);
             if (!next.compare_exchange_weak(start, stop)) continue;
             for (std::size_t item = start; item < stop; ++item)

@@ -105,15 +105,16 @@ class PackTask {
 class PackWorker {
   public:
     explicit PackWorker(const std::vector<PackJob>& jobs, bool owns_output) {
-        std::size_t most_units[kKinds] = {};
+        const Geometry* largest[kKinds] = {};
         for (const PackJob& job : jobs) {
-            const uint32_t kind = kind_of(job.geometry);
-            const bool is_there = workers_[kind] != nullptr;
-            if (is_there && job.geometry.largest_units() <= most_units[kind]) continue;
-            most_units[kind] = job.geometry.largest_units();
-            workers_[kind] =
-                std::make_unique<EncodeWorker>(job.geometry, false, false, owns_output);
+            const Geometry*& most = largest[kind_of(job.geometry)];
+            if (most == nullptr || job.geometry.largest_units() > most->largest_units())
+                most = &job.geometry;
         }
+        for (uint32_t kind = 0; kind < kKinds; ++kind)
+            if (largest[kind] != nullptr)
+                workers_[kind] =
+                    std::make_unique<EncodeWorker>(*largest[kind], false, false, owns_output);
     }
 
     EncodeWorker& for_tensor(const Geometry& geometry) { return *workers_[kind_of(geometry)]; }
@@ -125,7 +126,7 @@ class PackWorker {
         return static_cast<uint32_t>(std::countr_zero(geometry.spec.unit_nbytes));
     }
 
-    // Not in place: pieces of more than 128 KiB would be new memory in each call.
+    // Not in place: malloc takes pieces of 128 KiB and more from the system, in each call anew.
     std::unique_ptr<EncodeWorker> workers_[kKinds];
 };
 

@@ -1,6 +1,6 @@
-// A first look at a tensor that looks like noise plane by plane. If nothing in it occurs twice, and
-// differences of neighbours look no better, then neither matches nor Zstandard save what planes do
-// not, and their trials are spared.
+// A first look at a tensor that looks like noise plane by plane. If hardly anything in a few pieces
+// of it occurs twice, and differences of neighbours look no better, then neither matches nor
+// Zstandard save what planes do not, and their trials are spared.
 #pragma once
 
 #include <algorithm>
@@ -11,9 +11,12 @@
 namespace packhorse {
 
 constexpr std::size_t kGlancePieces = 6;
-constexpr std::size_t kGlancePieceNbytes = std::size_t{1} << 15;
+// A piece is a 48th of the tensor, within limits; the longest ones are as long as those of trials.
+constexpr std::size_t kGlancePiecePart = 48;
+constexpr std::size_t kMinGlancePieceNbytes = std::size_t{1} << 15;
+constexpr std::size_t kMaxGlancePieceNbytes = std::size_t{1} << 17;
 constexpr std::size_t kGlanceBlock = 1024;
-constexpr uint32_t kGlanceTableLog = 12;
+constexpr uint32_t kGlanceTableLog = 13;
 // The content says which places are looked at, one in so many. So of two copies of the same bytes,
 // both are looked at, or neither is.
 constexpr uint32_t kGlanceOne = 64;
@@ -58,12 +61,13 @@ struct Glances {
 // places were found.
 inline bool may_repeat(const uint8_t* src, std::size_t nbytes, Isa isa) {
     Glances glances;
-    const std::size_t n_pieces =
-        std::clamp<std::size_t>(nbytes / kGlancePieceNbytes, 1, kGlancePieces);
+    const std::size_t piece_nbytes =
+        std::clamp(nbytes / kGlancePiecePart, kMinGlancePieceNbytes, kMaxGlancePieceNbytes);
+    const std::size_t n_pieces = std::clamp<std::size_t>(nbytes / piece_nbytes, 1, kGlancePieces);
     const std::size_t part = nbytes / n_pieces;
     for (std::size_t p = 0; p < n_pieces; ++p) {
         const uint8_t* const piece = src + p * part;
-        const std::size_t end = std::min(part, kGlancePieceNbytes);
+        const std::size_t end = std::min(part, piece_nbytes);
         for (std::size_t at = 0; at + kGlanceBlock + sizeof(uint32_t) <= end; at += kGlanceBlock)
             glances.look_at_block(piece + at, isa);
     }

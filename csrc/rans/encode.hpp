@@ -3,10 +3,10 @@
 //
 // Byte values are mapped to codes first, a segment at a time, so that the loops below read small
 // dense numbers in L1. All paths compute the exact quotient x / freq, so all write the same bytes.
-// Scalar paths use an exact reciprocal; vector paths use an estimate that is either exact or too
-// small by one, and correct it. The loops for 128 lanes are in rans/encode_halves_avx512.hpp,
-// rans/encode_avx512.hpp, rans/encode_avx2.hpp, rans/encode_neon.hpp and rans/encode_portable.hpp,
-// and one for 16 lanes is in rans/encode_short_avx512.hpp.
+// Loops for 4 and 16 lanes use an exact reciprocal; those for 128 use an estimate that is either
+// exact or too small by one, and correct it. The loops for 128 lanes are in
+// rans/encode_halves_avx512.hpp, rans/encode_avx512.hpp, rans/encode_avx2.hpp, rans/encode_neon.hpp
+// and rans/encode_portable.hpp, and one for 16 lanes is in rans/encode_short_avx512.hpp.
 //
 // Preconditions: every code in `codes` is below model.n_codes, and the buffer of words has room for
 // one word for each unit.
@@ -46,7 +46,7 @@ struct alignas(64) RansEncodeTables {
 #endif
 };
 
-// For the scalar path, with tables.slots.
+// For 4 and 16 lanes, with tables.slots.
 inline void fill_scalar_tables(const RansModel& model, RansEncodeTables& tables) {
     uint32_t start = 0;
     for (uint32_t c = 0; c < model.n_codes; ++c) {

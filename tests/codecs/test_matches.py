@@ -159,6 +159,8 @@ def test_a_glance_sees_what_repeats_or_rises() -> None:
     assert all(_core.may_match(twice, unit_nbytes) for unit_nbytes in (1, 2, 4, 8))
     assert _core.may_match(walk, 4)
     assert not _core.may_match(walk, 1)
+    each_twice = np.repeat(rng.integers(0, 256, (64, 1 << 16), np.uint8), 2, axis=0).reshape(-1)
+    assert all(_core.may_match(each_twice, unit_nbytes) for unit_nbytes in (1, 8))
 
 
 @pytest.mark.parametrize("unit_nbytes", [1, 8])

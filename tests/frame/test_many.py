@@ -287,12 +287,13 @@ def test_frames_in_memory_that_could_be_resized_are_held() -> None:
 def test_a_bad_frame_among_many_is_named() -> None:
     frames = [
         compress_buffer(make_data("weights", "F32", n), "F32", (n,)).to_bytes()
-        for n in (100, 70_000, 300_000)
+        for n in (100, 70_000, 1_500_000)  # enough bytes for three threads
     ]
     damaged = bytearray(frames[2])
-    damaged[-200_000] ^= 1
+    for place in (-200_000, -2_500_000):  # the first fault is named, whichever is found first
+        damaged[place] ^= 1
     for threads in (1, 3):
-        with pytest.raises(CorruptionError, match=r"^frame 2: byte \d+: chunk \d of 5: "):
+        with pytest.raises(CorruptionError, match=r"^frame 2: byte \d+: chunk 11 of 23: "):
             packhorse.numpy.decompress_all([*frames[:2], damaged], threads=threads)
     with pytest.raises(CorruptionError, match=r"^frame 1: byte 44: the header's checksum"):
         packhorse.numpy.decompress_all([frames[0], frames[1][:17] + b"\xff" + frames[1][18:]])

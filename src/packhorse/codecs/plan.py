@@ -33,7 +33,7 @@ _MAX_SAMPLES = 16
 _PIECE_NBYTES = 1 << 17
 _LEAST_PIECE_NBYTES = 1 << 16  # of a short tensor, a trial takes less than its whole
 _MAX_PIECES = 3
-_MORE_PIECES = 4  # of matches, if three take about what planes do, ...
+_MORE_PIECES = 4  # of integers, if three take about what planes do, ...
 _ABOUT = 1 / 8  # ... more or less this share
 _PIECE_PART = 32  # a piece is at most this part of a tensor, ...
 # ... and a long one, which only says how good matches are, this part, but no shorter than others
@@ -180,7 +180,8 @@ def _estimate_whole(source: Source, level: Level, planes_nbytes: int) -> tuple[i
     by_matches = data.size  # other bytes than masks are better with zstd
     if unit_nbytes > 1:
         by_matches = _estimate_pieces(data, match_nbytes, part)
-        if abs(by_matches - planes_nbytes) < planes_nbytes * _ABOUT:
+        is_close = abs(by_matches - planes_nbytes) < planes_nbytes * _ABOUT
+        if is_close and Split.FLOAT not in source.dtype.splits:
             by_matches = _estimate_pieces(data, match_nbytes, part, _MORE_PIECES)
     by_zstd = _estimate_pieces(data, zstd_nbytes, part, most=1)
     if by_matches >= by_zstd * _CLEARLY_LESS:
