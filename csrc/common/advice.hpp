@@ -3,6 +3,7 @@
 // badly, if several workers and a sampler meet pages in different places.
 #pragma once
 
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 
@@ -27,16 +28,18 @@ inline void will_need(const uint8_t* data, std::size_t nbytes) {
 #endif
 }
 
-// Reads the missing pages of a range from front to back, waits for them, and maps all pages. Where
-// the system cannot do that (Linux can since 5.14), or a page is lost, pages are left as they are:
-// whoever uses them meets the fault.
+// Reads the missing pages of a range from front to back, waits for them, and maps all pages. If a
+// page is lost, it is left as it is: whoever uses it meets the fault. Linux before 5.14 starts to
+// read, and does not wait; other systems do nothing.
 inline void read_now(const uint8_t* data, std::size_t nbytes) {
 #if defined(__linux__)
     constexpr int kPopulateRead = 22;  // MADV_POPULATE_READ, which older headers do not have
     static const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
     const auto start = reinterpret_cast<uintptr_t>(data) & ~(page - 1);
     const auto stop = reinterpret_cast<uintptr_t>(data) + nbytes;
-    if (start < stop) madvise(reinterpret_cast<void*>(start), stop - start, kPopulateRead);
+    if (start < stop && madvise(reinterpret_cast<void*>(start), stop - start, kPopulateRead) != 0 &&
+        errno == EINVAL)
+        will_need(data, nbytes);
 #else
     (void)data;
     (void)nbytes;

@@ -181,7 +181,8 @@ def _estimate_whole(source: Source, level: Level, planes_nbytes: int) -> tuple[i
     if unit_nbytes > 1:
         by_matches = _estimate_pieces(data, match_nbytes, part)
         is_close = abs(by_matches - planes_nbytes) < planes_nbytes * _ABOUT
-        if is_close and Split.FLOAT not in source.dtype.splits:
+        is_long = data.size > _MAX_PIECES * part
+        if is_close and is_long and Split.FLOAT not in source.dtype.splits:
             by_matches = _estimate_pieces(data, match_nbytes, part, _MORE_PIECES)
     by_zstd = _estimate_pieces(data, zstd_nbytes, part, most=1)
     if by_matches >= by_zstd * _CLEARLY_LESS:

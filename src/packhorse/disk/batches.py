@@ -33,7 +33,8 @@ __all__ = [
     "AHEAD_NBYTES", "Coder", "Listed", "Mapped", "Sink", "tensor_results", "write_frames",
 ]  # fmt: skip
 
-# A batch is packed while the one before is written if they need no more memory together.
+# A batch is packed while the one before is written if they need no more memory together. Of a
+# mapped tensor, no more is read ahead.
 AHEAD_NBYTES = 1 << 29
 # A shorter frame is moved to the end of the one before it, so that both are written as one piece.
 _MOVED_NBYTES = 1 << 14

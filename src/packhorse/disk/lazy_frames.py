@@ -58,6 +58,10 @@ def lazy_frames(packed: PackedHeader, content: MappedBytes | RemoteBytes) -> Laz
     return _MappedFrames(packed, content)
 
 
+# No more of a frame is read ahead, lest the file push itself out of memory.
+_AHEAD_NBYTES = 1 << 29
+
+
 class _MappedFrames:
     def __init__(self, packed: PackedHeader, content: MappedBytes) -> None:
         self._packed = packed
@@ -104,7 +108,7 @@ class _MappedFrames:
     def _read(self, entries: Sequence[TensorEntry], runs: Iterable[range]) -> Iterator[Run]:
         for run in runs:
             part = entries[run.start : run.stop]
-            _core.read_now([self._bytes_of(entry) for entry in part])
+            _core.read_now([self._bytes_of(entry)[:_AHEAD_NBYTES] for entry in part])
             yield part, {}
 
 
