@@ -127,19 +127,31 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_packing_reads_the_next_batch_meanwhile(tmp_path, read_ahead, monkeypatch):
+@pytest.fixture
+def after_reads(monkeypatch, read_ahead):
+    """Makes a function wait until more has been read than it takes; returns the number of reads
+    before each call."""
+
+    def watch(module, name):
+        work, n_read = getattr(module, name), []
+
+        def waiting(*args):
+            wait_until(lambda: len(read_ahead) > min(len(n_read) + 1, 2))
+            n_read.append(len(read_ahead))
+            return work(*args)
+
+        monkeypatch.setattr(module, name, waiting)
+        return n_read
+
+    return watch
+
+
+def test_packing_reads_the_next_batch_meanwhile(tmp_path, read_ahead, after_reads):
     rng = np.random.default_rng(0)
     rows = rng.integers(0, 256, 10 << 20, np.uint8)
     tensors = {f"t{i}": rows for i in range(5)} | {"whole": np.resize(rows, 40 << 20)}
     save_file(tensors, tmp_path / "model")
-    pack, n_read = batches._pack_batch, []
-
-    def waiting(*args):
-        wait_until(lambda: len(read_ahead) > min(len(n_read) + 1, 2))
-        n_read.append(len(read_ahead))
-        return pack(*args)
-
-    monkeypatch.setattr(batches, "_pack_batch", waiting)
+    n_read = after_reads(batches, "_pack_batch")
     pack_file(tmp_path / "model", tmp_path / "packed")
     assert read_ahead == [30 << 20, 20 << 20, 40 << 20]
     assert n_read == [2, 3, 3]
@@ -147,7 +159,7 @@ def test_packing_reads_the_next_batch_meanwhile(tmp_path, read_ahead, monkeypatc
     assert (tmp_path / "back").read_bytes() == (tmp_path / "model").read_bytes()
 
 
-def test_loading_reads_the_next_run_meanwhile(tmp_path, read_ahead, monkeypatch):
+def test_loading_reads_the_next_run_meanwhile(tmp_path, read_ahead, after_reads, monkeypatch):
     rng = np.random.default_rng(0)
     tensors = {f"t{i}": rng.integers(0, 256, 20 << 20, np.uint8) for i in range(3)}
     save_file(tensors, tmp_path / "model")
@@ -156,14 +168,7 @@ def test_loading_reads_the_next_run_meanwhile(tmp_path, read_ahead, monkeypatch)
         frames = [packed.frame(name).nbytes for name in packed.offset_keys()]
     read_ahead.clear()
     monkeypatch.setattr(lazy_bytes, "_is_cached", lambda descriptor, nbytes: False)
-    unpack, n_read = _core.unpack_to_views, []
-
-    def waiting(*args):
-        wait_until(lambda: len(read_ahead) > min(len(n_read) + 1, 2))
-        n_read.append(len(read_ahead))
-        return unpack(*args)
-
-    monkeypatch.setattr(_core, "unpack_to_views", waiting)
+    n_read = after_reads(_core, "unpack_to_views")
     loaded = ph_numpy.load_file(tmp_path / "packed")
     assert all(np.array_equal(loaded[name], tensors[name]) for name in tensors)
     assert read_ahead == frames

@@ -23,6 +23,7 @@ from packhorse.layout import DTYPE_BY_NAME, Level
 from packhorse.storage.locations import Place
 from packhorse.storage.output_file import PLACING_NBYTES, placed
 from packhorse.storage.safetensors_header import FileHeader, TensorEntry
+from packhorse.storage.source_file import read_ahead
 from packhorse.storage.strict_json import shortened
 from packhorse.threads import batches, one_ahead
 
@@ -33,8 +34,7 @@ __all__ = [
     "AHEAD_NBYTES", "Coder", "Listed", "Mapped", "Sink", "tensor_results", "write_frames",
 ]  # fmt: skip
 
-# A batch is packed while the one before is written if they need no more memory together. Of a
-# mapped tensor, no more is read ahead.
+# A batch is packed while the one before is written if they need no more memory together.
 AHEAD_NBYTES = 1 << 29
 # A shorter frame is moved to the end of the one before it, so that both are written as one piece.
 _MOVED_NBYTES = 1 << 14
@@ -216,7 +216,7 @@ def _taken(buffers: Iterable[Buffer], runs: Iterable[range]) -> Iterator[Listed 
             yield Listed(buffers.views.part(part), part, buffers.read)
         elif isinstance(buffers, Mapped):
             views = list(islice(buffers.views, len(run)))
-            _core.read_now([view[:AHEAD_NBYTES] for view in views])
+            read_ahead(views)
             yield views
         else:
             yield list(islice(source, len(run)))

@@ -22,6 +22,7 @@ from packhorse.frame import Frame
 from packhorse.layout import DTYPE_BY_NAME
 from packhorse.storage.remote_source import Blocks
 from packhorse.storage.safetensors_header import TensorEntry
+from packhorse.storage.source_file import read_ahead
 from packhorse.threads import batches, one_ahead
 
 __all__ = ["LazyFrames", "Run", "lazy_frames"]
@@ -56,10 +57,6 @@ def lazy_frames(packed: PackedHeader, content: MappedBytes | RemoteBytes) -> Laz
     if isinstance(content, RemoteBytes):
         return _RemoteFrames(packed, content)
     return _MappedFrames(packed, content)
-
-
-# No more of a frame is read ahead, lest the file push itself out of memory.
-_AHEAD_NBYTES = 1 << 29
 
 
 class _MappedFrames:
@@ -108,7 +105,7 @@ class _MappedFrames:
     def _read(self, entries: Sequence[TensorEntry], runs: Iterable[range]) -> Iterator[Run]:
         for run in runs:
             part = entries[run.start : run.stop]
-            _core.read_now([self._bytes_of(entry)[:_AHEAD_NBYTES] for entry in part])
+            read_ahead([self._bytes_of(entry) for entry in part])
             yield part, {}
 
 

@@ -36,13 +36,15 @@ from packhorse.storage.safetensors_header import FileHeader, read_file_header
 
 __all__ = [
     "AnyStamp", "Source", "SourceFile", "Stamp", "check_unchanged", "difference", "open_local",
-    "refuse_change", "stamp_of",
+    "read_ahead", "refuse_change", "stamp_of",
 ]  # fmt: skip
 
 # Larger regions are mapped by themselves; a batch of tensors (`threads.py`) has at most eight.
 _SMALL_NBYTES = 1 << 22
 _CELL_NBYTES = 1 << 24
 _N_CELLS = 3  # of all files in total: a model may have hundreds of files
+# No more of a tensor is read ahead, lest a file push itself out of memory.
+_READ_AHEAD_NBYTES = 1 << 29
 
 
 class Stamp(NamedTuple):
@@ -81,6 +83,11 @@ def stamp_of(place: Place) -> AnyStamp:
 def difference(before: AnyStamp, now: AnyStamp) -> str:
     """What happened between two stamps of one file, in words; empty if nothing did."""
     return before.difference(now)  # type: ignore[arg-type]
+
+
+def read_ahead(tensors: Sequence[memoryview]) -> None:
+    """Read tensors of a mapped file that are not in memory, as far as 512 MiB of each."""
+    _core.read_now([view[:_READ_AHEAD_NBYTES] for view in tensors])
 
 
 def check_unchanged(path: Place, before: AnyStamp) -> None:
