@@ -10,10 +10,11 @@ import pytest
 
 import packhorse.frame.compress as frame_module
 from packhorse.disk import Shelf, ShelfTensor
-from packhorse.disk.shelf import patches
-from packhorse.disk.shelf.packing import Planner
-from packhorse.disk.shelf.records import TensorRecord
+from packhorse.disk.shelf import packing, patches
+from packhorse.disk.shelf.packing import Content, Planner
+from packhorse.disk.shelf.records import StateRecord, TensorRecord
 from packhorse.disk.shelf.versions import State
+from packhorse.frame import Frame
 from packhorse.frame.base import plan_delta
 from packhorse.layout import Level
 
@@ -143,7 +144,7 @@ def test_a_plan_stays_if_one_chunk_is_harder() -> None:
         """The bytes of a chunk of which a share is no zero."""
         values = rng.integers(1, 256, 1000) / 255 * (rng.random(1000) < share)
         data = values.astype(np.float32).view(np.uint8)
-        return len(planner.pack(record, data, (1, 1000), Level.DEFAULT).frame)
+        return len(planner.pack(Content(record, data, (1, 1000)), Level.DEFAULT).frame)
 
     easy = [pack(0.1) for _ in range(3)]
     hard = [pack(0.9), pack(0.9)]
@@ -196,3 +197,53 @@ def test_the_plan_of_deltas_is_used_again(monkeypatch: pytest.MonkeyPatch, shelf
     assert np.array_equal(x, rows)
     assert x.ratio > 1.8
     assert shelf.verify() == []
+
+
+def test_short_chunks_are_packed_in_one_call(
+    shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    state: dict[str, Any] = {
+        **{f"bias {i}": rng.standard_normal(384).astype(np.float32) for i in range(20)},
+        "ids": rng.integers(0, 50, 500),  # need a plan
+        "mask": rng.random(700) < 0.5,
+        "nothing": np.empty(0, np.float16),
+        "scalar": np.array(3, np.float32),
+        "large": rng.standard_normal((300, 400)).astype(np.float16),
+    }
+    n_planned = 0
+    compress = packing.compress_buffer
+
+    def counted(*args: Any, **kwargs: Any) -> Frame:
+        nonlocal n_planned
+        n_planned += 1
+        return compress(*args, **kwargs)
+
+    monkeypatch.setattr(packing, "compress_buffer", counted)
+    shelf.save("state", state)
+    for name, array in state.items():
+        assert np.array_equal(shelf.load("state")[name], array)
+    assert n_planned < 10
+
+    def alone(_: Planner, contents: list[Content], *__: Any) -> list[None]:
+        return [None] * len(contents)
+
+    monkeypatch.setattr(Planner, "pack_short", alone)
+    n_planned = 0
+    with Shelf(tmp_path / "other.shelf") as other:
+        other.save("state", state)
+        assert n_planned > 20
+        assert stored_frames(other) == stored_frames(shelf)
+
+
+def stored_frames(shelf: Shelf) -> list[bytes]:
+    with shelf._session.state() as state:
+        entry = state.entry("state")
+        assert isinstance(entry, StateRecord)
+        pointers = [
+            pointer.chunk
+            for record in entry.tensors
+            for _, pointer in state.all_pointers(record.id, 0, 10, "state")
+            if pointer.chunk
+        ]
+        return [bytes(chunk.frame) for chunk in state.chunks(pointers)]

@@ -21,7 +21,7 @@ from packhorse.disk.shelf.commits import Commit
 from packhorse.disk.shelf.committed import Committed, Settings, StateChunks
 from packhorse.disk.shelf.engine import Txn
 from packhorse.disk.shelf.new_chunks import NewChunks
-from packhorse.disk.shelf.packing import SHORT_NBYTES, Packed, pack_chunk
+from packhorse.disk.shelf.packing import SHORT_NBYTES, Content, Packed, pack_chunk
 from packhorse.disk.shelf.patches import begin_patches, most_rows
 from packhorse.disk.shelf.records import (
     HEAD_KEY,
@@ -434,18 +434,41 @@ class Changes:
         bases = self._bases_of(jobs)
         for at in range(0, len(jobs), _AT_ONCE):
             some = jobs[at : at + _AT_ONCE]
-            work = partial(self._pack_one, some, bases)
-            sizes = [nbytes_of(slot) for *_, slot in some]
-            if max(sizes) < SHORT_NBYTES:
-                packed = [work(i) for i in range(len(some))]
-            else:
-                packed = map_tensors(work, sizes, self.threads)
+            packed = self._pack_some(some, bases)
             for (tensor, number, slot), (result, rows) in zip(some, packed, strict=True):
                 base = bases[tensor, number][0] if result.has_base else 0
                 added = self._new.add(slot, rows, result, base)
                 self._empty(slot)
                 slot.chunk = added
             self._new.spill_if_many()
+
+    def _pack_some(self, jobs: list[_Job], bases: _Bases) -> list[tuple[Packed, Array | None]]:
+        """Pack chunks, the short ones together. Returns also the rows of short patches."""
+        sizes = [nbytes_of(slot) for *_, slot in jobs]
+        packed: dict[int, tuple[Packed, Array | None]] = {}
+        packed.update(self._pack_short(jobs, sizes, bases))
+        rest = [i for i in range(len(jobs)) if i not in packed]
+        work = partial(self._pack_one, [jobs[i] for i in rest], bases)
+        if any(sizes[i] >= SHORT_NBYTES for i in rest):
+            found = map_tensors(work, [sizes[i] for i in rest], self.threads)
+        else:
+            found = [work(k) for k in range(len(rest))]
+        packed.update(zip(rest, found, strict=True))
+        return [packed[i] for i in range(len(jobs))]
+
+    def _pack_short(
+        self, jobs: list[_Job], sizes: list[int], bases: _Bases
+    ) -> dict[int, tuple[Packed, None]]:
+        """Pack the short chunks in one call, as far as they need no base and no plan. Returns them
+        by the numbers of their jobs."""
+        contents = {
+            i: Content.of(self._records[tensor], slot.data.reshape(-1))
+            for i, (tensor, number, slot) in enumerate(jobs)
+            if sizes[i] < SHORT_NBYTES and slot.data is not None and (tensor, number) not in bases
+        }
+        settings = self._settings
+        packed = settings.planner.pack_short([*contents.values()], settings.level, self.threads)
+        return {i: (one, None) for i, one in zip(contents, packed, strict=True) if one is not None}
 
     def _pack_one(
         self, jobs: list[_Job], bases: _Bases, i: int, threads: int = 1

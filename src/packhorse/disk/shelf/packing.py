@@ -1,4 +1,4 @@
-"""Packing chunks of a shelf, alike ones by the plan of one before.
+"""Packing chunks of a shelf: alike ones by the plan of one before, short ones together.
 
 The frame of a chunk has rows and columns, so that the codec sees the rows; elements that do not end
 at a byte are filled up with zeros.
@@ -6,22 +6,26 @@ at a byte are filled up with zeros.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from packhorse import _core
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.shelf.arrays import Array, bytes_of
 from packhorse.disk.shelf.cache import Stored
 from packhorse.disk.shelf.records import CHUNK_HEAD_NBYTES, TensorRecord
 from packhorse.frame import Frame, Plan, compress_buffer, max_frame_nbytes
+from packhorse.frame.compress import pack_plain
 from packhorse.frame.template import Template
 from packhorse.layout import DTYPE_BY_NAME, Level
 
-__all__ = ["SHORT_NBYTES", "FrameMemory", "Packed", "Planner", "pack_chunk"]
+__all__ = ["SHORT_NBYTES", "Content", "FrameMemory", "Packed", "Planner", "pack_chunk"]
 
 _Shape: TypeAlias = tuple[int, ...]
 _USES_OF_PLAN, _SHORT_USES = 31, 127  # the second for short chunks, which take a trial of Zstandard
@@ -47,6 +51,30 @@ class Packed(NamedTuple):
     content_hash: bytes
     has_base: bool
     memory: ByteArray | None = None
+
+
+class Content(NamedTuple):
+    """What the frame of a chunk holds.
+
+    Attributes:
+        record: the tensor.
+        data: the bytes of the chunk.
+        shape: of the frame.
+    """
+
+    record: TensorRecord
+    data: ByteArray
+    shape: _Shape
+
+    @classmethod
+    def of(cls, record: TensorRecord, chunk: Array) -> Content:
+        """That of the elements of a chunk, one-dimensional."""
+        bits, n_rows = DTYPE_BY_NAME[record.dtype].bits, _n_rows(record, chunk.size)
+        shape: _Shape = (n_rows, chunk.size // n_rows)
+        if chunk.size * bits % 8:
+            chunk = np.concatenate([chunk, np.zeros(-chunk.size % 8, chunk.dtype)])
+            shape = (chunk.size,)
+        return cls(record, chunk.view(np.uint8) if bits >= 8 else bytes_of(chunk), shape)
 
 
 class FrameMemory:
@@ -135,20 +163,12 @@ class Planner:
         self.memory = FrameMemory()
 
     def pack(
-        self,
-        record: TensorRecord,
-        data: ByteArray,
-        shape: _Shape,
-        level: Level,
-        threads: int = 1,
-        base: Stored | None = None,
+        self, content: Content, level: Level, threads: int = 1, base: Stored | None = None
     ) -> Packed:
         """Pack a chunk.
 
         Args:
-            record: the tensor.
-            data: the bytes of the chunk.
-            shape: of the chunk.
+            content: of the chunk.
             level: how hard to try.
             threads: how many to use.
             base: the chunk to code it against, of as many elements; None for none.
@@ -156,25 +176,23 @@ class Planner:
         Returns:
             The frame; without a base if the base does not help.
         """
-        # Also the dtype and the shape, which a template writes: if a transaction is not committed,
-        # the number of its new tensor goes to another one.
-        key = record.id, record.dtype, shape, base is not None
+        key = _key(content, base)
         pattern = self._patterns.get(key)
         packed = None
         if pattern is not None and pattern.n_left > 0:
             if pattern.template is not None:
-                packed = Packed(*pattern.template.pack(data), False)
+                packed = Packed(*pattern.template.pack(content.data), False)
             else:
-                packed, _ = self._compress(record, data, shape, level, threads, pattern.plan, base)
+                packed, _ = self._compress(content, level, threads, pattern.plan, base)
             if len(packed.frame) <= pattern.nbytes * (_LONGER if base is None else _LONGER_DELTA):
                 pattern.n_left -= 1
                 return packed
-        fresh, frame = self._compress(record, data, shape, level, threads, None, base)
+        fresh, frame = self._compress(content, level, threads, None, base)
         nbytes = len(fresh.frame)
         if pattern is not None and packed and len(packed.frame) <= nbytes * _BETTER:
             pattern.nbytes = len(packed.frame)
         elif frame.plan is not None and fresh.has_base == (base is not None):
-            template = Template.of(frame) if data.size < SHORT_NBYTES else None
+            template = Template.of(frame) if content.data.size < SHORT_NBYTES else None
             n_uses = _SHORT_USES if template is not None and frame.plan.zstd else _USES_OF_PLAN
             self._patterns[key] = _Pattern(frame.plan, nbytes, n_uses, template)
             while len(self._patterns) > _MAX_PLANS:
@@ -186,11 +204,35 @@ class Planner:
             self.memory.give(other.memory, was_held=True)
         return kept
 
+    def pack_short(
+        self, contents: Sequence[Content], level: Level, threads: int
+    ) -> list[Packed | None]:
+        """Pack short chunks in one call of the core.
+
+        Args:
+            contents: of the chunks.
+            level: how hard to try.
+            threads: how many to use.
+
+        Returns:
+            The frames; None for a chunk that is to be packed by a plan, or needs one.
+        """
+        views = _core.views_of_buffers(
+            [content.data for content in contents],
+            [DTYPE_BY_NAME[content.record.dtype].code for content in contents],
+            [content.shape for content in contents],
+        )
+        for i, content in enumerate(contents):
+            if _key(content, None) in self._patterns:
+                views.forget(i)
+        return [
+            None if frame is None else Packed(frame.to_bytes(), frame.content_hash, False)
+            for frame in pack_plain(views, None, None, level, threads)
+        ]
+
     def _compress(
         self,
-        record: TensorRecord,
-        data: ByteArray,
-        shape: _Shape,
+        content: Content,
         level: Level,
         threads: int,
         plan: Plan | None,
@@ -201,13 +243,13 @@ class Planner:
         Returns:
             The packed chunk, and its frame, the bytes of which may be overwritten.
         """
-        whole = out = None
-        if data.size >= SHORT_NBYTES:
-            nbytes = CHUNK_HEAD_NBYTES + max_frame_nbytes(record.dtype, shape)
+        dtype, whole, out = content.record.dtype, None, None
+        if content.data.size >= SHORT_NBYTES:
+            nbytes = CHUNK_HEAD_NBYTES + max_frame_nbytes(dtype, content.shape)
             whole = self.memory.take(nbytes)
             out = whole[CHUNK_HEAD_NBYTES:]
         frame = compress_buffer(
-            data, record.dtype, shape, level=level, threads=threads, out=out, like=plan,
+            content.data, dtype, content.shape, level=level, threads=threads, out=out, like=plan,
             base=None if base is None else bytes_of(base.data),
             base_hash=base and base.content_hash, base_is_fixed=base is not None,
         )  # fmt: skip
@@ -241,14 +283,16 @@ def pack_chunk(
     Returns:
         The frame; without a base if the base does not help.
     """
-    bits, n_rows = DTYPE_BY_NAME[record.dtype].bits, _n_rows(record, chunk.size)
-    shape: _Shape = (n_rows, chunk.size // n_rows)
-    if chunk.size * bits % 8:
-        chunk = np.concatenate([chunk, np.zeros(-chunk.size % 8, chunk.dtype)])
-        shape = (chunk.size,)
-    data = chunk.view(np.uint8) if bits >= 8 else bytes_of(chunk)
-    fitting = base if base is not None and base.data.size == chunk.size else None
-    return planner.pack(record, data, shape, level, threads, fitting)
+    content = Content.of(record, chunk)
+    fits = base is not None and base.data.size == math.prod(content.shape)
+    return planner.pack(content, level, threads, base if fits else None)
+
+
+def _key(content: Content, base: Stored | None) -> tuple[int, str, _Shape, bool]:
+    """What chunks have in common that are packed by the same plan."""
+    # Also the dtype and the shape, which a template writes: if a transaction is not committed, the
+    # number of its new tensor goes to another one.
+    return content.record.id, content.record.dtype, content.shape, base is not None
 
 
 def _n_rows(record: TensorRecord, numel: int) -> int:
