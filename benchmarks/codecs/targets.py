@@ -318,6 +318,12 @@ TARGETS: tuple[Target, ...] = (
         (Denser("planes+zstandard-3"), Denser("openzl", within=0.1), *_faster("openzl", 3, 1)),
     ),
     Target(
+        "integers that repeat, max",
+        ("token_ids_int64", "token_ids_u16", "token_ids_padded"),
+        (Denser("openzl"), *_faster("openzl", 1, 1)),
+        codec="packhorse-max",
+    ),
+    Target(
         "weights on a forced path",
         (*_BF16_DATA, *_FP32_DATA, "model_fp16"),
         (Faster("decode", "zipnn"),),

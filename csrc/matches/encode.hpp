@@ -5,7 +5,7 @@
 
 #include "chunk/encode.hpp"
 #include "common/scratch.hpp"
-#include "matches/find.hpp"
+#include "matches/cheapest.hpp"
 #include "matches/numbers.hpp"
 
 namespace packhorse {
@@ -22,6 +22,7 @@ class MatchMemory {
 
     uint8_t* numbers;
     uint32_t* places;
+    Arrival* arrivals;  // for level max
     MatchParts parts;
     EncodeScratch nested;
     uint8_t* output;  // of all nested chunks
@@ -41,8 +42,9 @@ class MatchMemory {
         // The units of a nested chunk: literals, distances, or bytes of runs or lengths.
         const std::size_t units = round_up(std::max(n_, run_bytes), 64) + kPlaneSlack;
         numbers = take(n_ * number + kMatchSlack);
-        places =
-            reinterpret_cast<uint32_t*>(take(table_places(search_of(level_)) * sizeof *places));
+        places = reinterpret_cast<uint32_t*>(take(search_of(level_).n_all() * sizeof *places));
+        arrivals = reinterpret_cast<Arrival*>(
+            take(level_ == Level::kMax ? kArrivals * sizeof *arrivals : 0));
         parts.literals = take(n_ * number + kMatchSlack);
         parts.distances = reinterpret_cast<uint32_t*>(take(n_matches * sizeof *parts.distances));
         parts.runs = take(run_bytes);
@@ -70,6 +72,31 @@ class MatchMemory {
     Level level_;
     Scratch memory_;
 };
+
+template <class Number, MatchSearch kSearch>
+inline void find_matches(const Number* numbers, std::size_t n, const MatchPrices& prices,
+                         MatchMemory& memory) {
+    MatchFinder<Number, kSearch>(numbers, n, prices, memory.places).find(memory.parts);
+}
+
+// For level max: a quick search in half of the numbers gives prices. The cheapest way pays where
+// there are many matches that are not long; with few, or long ones, waiting finds about the same.
+template <class Number>
+inline void find_cheapest(const Number* numbers, std::size_t n, const MatchPrices& prices,
+                          MatchMemory& memory) {
+    constexpr std::size_t kLeast = std::size_t{1} << 17, kLong = 64;
+    const std::size_t n_priced = std::min(n, std::max(n / 2, kLeast));
+    find_matches<Number, kDefaultSearch>(numbers, n_priced, prices, memory);
+    const MatchCounts& counts = memory.parts.counts;
+    const std::size_t n_matched = n_priced - counts.n_literals;
+    if (n_matched < n_priced / 16 || n_matched > kLong * counts.n_matches) {
+        find_matches<Number, kMaxSearch>(numbers, n, prices, memory);
+        return;
+    }
+    PartPrices exact;
+    price_parts(memory.parts, sizeof(Number), exact);
+    CheapestParse<Number>(numbers, n, exact, memory.places, memory.arrivals).find(memory.parts);
+}
 
 // Encodes the parts. Returns the length of all nested chunks, which are in `memory.output`.
 inline std::size_t encode_parts(const NumberRule& rule, Level level, MatchMemory& memory,
@@ -101,7 +128,6 @@ inline std::size_t write_matches(const Unit* units, std::size_t n, Level level, 
     uint64_t cost = 0;
     const NumberRule rule = choose_numbers(units, n, cost, isa);
     MatchMemory memory(n, rule.nbytes, level);
-    memory.parts.counts = {};
     const auto literal = static_cast<uint32_t>(cost >> (kCostBits - kPriceBits));
     const MatchPrices prices = match_prices(literal, rule.differences);
     with_integer(rule.nbytes, [&](auto zero) {
@@ -110,7 +136,12 @@ inline std::size_t write_matches(const Unit* units, std::size_t n, Level level, 
             auto* const numbers = reinterpret_cast<Number*>(memory.numbers);
             make_numbers(units, n, rule, numbers, isa);
             std::memset(numbers + n, 0, kMatchSlack);
-            find_matches(numbers, n, prices, level, memory.places, memory.parts);
+            if (level == Level::kFast)
+                find_matches<Number, kFastSearch>(numbers, n, prices, memory);
+            else if (level == Level::kDefault)
+                find_matches<Number, kDefaultSearch>(numbers, n, prices, memory);
+            else
+                find_cheapest(numbers, n, prices, memory);
         }
     });
     uint32_t descriptors[kMaxMatchDescriptors];

@@ -100,6 +100,50 @@ def test_runs_that_overlap_themselves_end_anywhere(dtype: str) -> None:
             check(data, dtype, Level.DEFAULT)
 
 
+def text(n: int) -> np.ndarray:
+    """Numbers that recur as words of a text do: phrases of several lengths from far and near, some
+    of them with another word, words by their frequency, and a few very long repetitions."""
+    rng = np.random.default_rng(11)
+    words = np.minimum(rng.zipf(1.2, n), 9_999).astype(np.int64)
+    phrases = [words[:2000]]
+    at = 2000
+    while sum(map(len, phrases)) < n:
+        kind = rng.random()
+        before = np.concatenate(phrases[-400:])
+        start = int(rng.integers(0, before.size))
+        phrase = before[start : start + int(rng.integers(2, 20))].copy()
+        if kind < 0.2:
+            phrase[phrase.size // 2] = rng.integers(0, 10_000)
+        elif kind < 0.5:
+            phrase, at = words[at : at + 3], at + 3
+        elif kind < 0.503:
+            phrase = before[start : start + 700]
+        phrases.append(phrase)
+    return np.concatenate(phrases)[:n]
+
+
+@pytest.mark.parametrize("dtype", ["U16", "I32", "I64"])
+def test_level_max_finds_the_cheapest_way(dtype: str) -> None:
+    units = text(60_000).astype(f"<i{DTYPE_BY_NAME[dtype].unit_nbytes}")
+    sizes = {level: check(units.tobytes(), dtype, level).nbytes for level in Level}
+    assert sizes[Level.MAX] < 0.97 * sizes[Level.DEFAULT] < sizes[Level.FAST]
+
+
+@pytest.mark.parametrize("n", [1, 5, 127, 128, 129, 8191, 8192, 8193, 16_500])
+def test_the_cheapest_way_ends_where_segments_and_long_matches_do(n: int) -> None:
+    units = text(20_000)[:n].astype("<u2")
+    for rest in (0, 1, 126, 127, 128, 129, 9000):
+        again = np.concatenate([units, units[: min(n, 300)], units, units[:rest]])
+        check(again.tobytes(), "U16", Level.MAX)
+
+
+def test_level_max_is_not_longer_where_matches_are_long_or_few() -> None:
+    for kind, dtype in (("constant", "BOOL"), ("steps", "I64"), ("sorted", "I32"), ("few", "U16")):
+        data = make_data(kind, dtype, 300_000)
+        sizes = {level: matched(data, dtype, level).nbytes for level in Level}
+        assert sizes[Level.MAX] <= 1.01 * sizes[Level.DEFAULT], kind
+
+
 def test_masks_are_packed_by_matches() -> None:
     valid = np.arange(512) < np.array([512, 500, 90, 512, 17])[:, None]
     masks = np.tri(512, dtype=np.bool_)[None] & valid[:, None, :]

@@ -45,7 +45,9 @@ _FEW = 1 / 64  # at this share or less, zstd is faster than matches, ...
 _MATCHES_MUST_SAVE = 1 / 16  # ... which must save this share of its size; but bytes ...
 # ... decode faster by matches, which may take this many times its size below level `max`
 _BYTES_MAY_TAKE = 2
-_CLEARLY_LESS = 3 / 4  # matches that take this share of what zstd takes in one piece are better
+# Matches that take this share of what zstd takes in one piece are better: of what it takes at level
+# `default`, because `max` is slow; there it takes at most a third less.
+_CLEARLY_LESS, _CLEARLY_LESS_THAN_DEFAULT = 3 / 4, 2 / 3
 _REPETITIVE = 7 / 8  # a float's last plane that takes this share or less hints at repetition
 _NOISE = 7 / 8  # planes that take more look like noise: a glance comes before the trials
 
@@ -173,8 +175,14 @@ def _estimate_whole(source: Source, level: Level, planes_nbytes: int) -> tuple[i
     def match_nbytes(piece: ByteArray) -> int:
         return _core.estimate_matches(piece, unit_nbytes, level)
 
+    def match_nbytes_soon(piece: ByteArray) -> int:
+        return _core.estimate_matches(piece, unit_nbytes, min(level, Level.DEFAULT))
+
     def zstd_nbytes(piece: ByteArray) -> int:
         return zstd.estimate_nbytes(piece, level)
+
+    def zstd_nbytes_soon(piece: ByteArray) -> int:
+        return zstd.estimate_nbytes(piece, min(level, Level.DEFAULT))
 
     part = max(_LEAST_PIECE_NBYTES, min(_PIECE_NBYTES, data.size // _PIECE_PART // 8 * 8))
     by_matches = data.size  # other bytes than masks are better with zstd
@@ -184,8 +192,9 @@ def _estimate_whole(source: Source, level: Level, planes_nbytes: int) -> tuple[i
         is_long = data.size > _MAX_PIECES * part
         if is_close and is_long and Split.FLOAT not in source.dtype.splits:
             by_matches = _estimate_pieces(data, match_nbytes, part, _MORE_PIECES)
-    by_zstd = _estimate_pieces(data, zstd_nbytes, part, most=1)
-    if by_matches >= by_zstd * _CLEARLY_LESS:
+    by_zstd = _estimate_pieces(data, zstd_nbytes_soon, part, most=1)
+    share = _CLEARLY_LESS_THAN_DEFAULT if level is Level.MAX else _CLEARLY_LESS
+    if by_matches >= by_zstd * share:
         by_zstd = _estimate_pieces(data, zstd_nbytes, part)
     if min(by_zstd, by_matches) <= data.size * _FEW:  # both are fast there, and matches are long
         by_zstd = _estimate_pieces(data, zstd_nbytes, ZSTD_CHUNK_NBYTES)
@@ -199,7 +208,7 @@ def _estimate_whole(source: Source, level: Level, planes_nbytes: int) -> tuple[i
         long = max(_PIECE_NBYTES, data.size // _LONG_PIECE_PART // 8 * 8)
         long = min(ZSTD_CHUNK_NBYTES, long)
         if long > part and by_matches <= data.size * _VERY_REPETITIVE:
-            by_matches = _estimate_pieces(data, match_nbytes, long)
+            by_matches = _estimate_pieces(data, match_nbytes_soon, long)
         return by_matches, True
     if by_zstd <= data.size * _VERY_REPETITIVE:
         by_zstd = _estimate_pieces(data, zstd_nbytes, ZSTD_CHUNK_NBYTES)
