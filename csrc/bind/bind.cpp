@@ -449,10 +449,17 @@ void will_need_all(const std::vector<Bytes>& ranges) {
     for (const Bytes& range : ranges) will_need(range.data(), range.size());
 }
 
-// Python's lock is released, because this may wait for a disk.
+// Python's lock is released, because this may wait for a disk. Ranges that follow each other take
+// one call of the system.
 void read_all_now(const std::vector<Bytes>& ranges) {
     const ReleasedGil released(kMinReleasedNbytes);
-    for (const Bytes& range : ranges) read_now(range.data(), range.size());
+    for (std::size_t i = 0; i < ranges.size();) {
+        const uint8_t* const start = ranges[i].data();
+        std::size_t nbytes = 0;
+        for (; i < ranges.size() && ranges[i].data() == start + nbytes; ++i)
+            nbytes += ranges[i].size();
+        read_now(start, nbytes);
+    }
 }
 
 // The first fault as (status, chunk, plane, byte of the payload); the plan; and its shape as

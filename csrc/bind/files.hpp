@@ -32,12 +32,13 @@ inline void append_quoted(std::string& text, std::string_view string) {
     constexpr std::string_view kShort = "\"\"\\\\\bb\ff\nn\rr\tt";  // each with its letter
     constexpr char kDigits[] = "0123456789abcdef";
     text += '"';
-    for (const char c : string) {
+    std::size_t start = 0;  // of what needs no escape
+    for (std::size_t i = 0; i < string.size(); ++i) {
+        const char c = string[i];
         const auto unit = static_cast<unsigned char>(c);
-        if (unit >= 0x20 && c != '"' && c != '\\') {
-            text += c;
-            continue;
-        }
+        if (unit >= 0x20 && c != '"' && c != '\\') continue;
+        text.append(string, start, i - start);
+        start = i + 1;
         std::size_t at = 0;
         while (at < kShort.size() && kShort[at] != c) at += 2;
         text += '\\';
@@ -46,12 +47,16 @@ inline void append_quoted(std::string& text, std::string_view string) {
         else
             text.append("u00").append({kDigits[unit >> 4], kDigits[unit & 15]});
     }
-    text += '"';
+    text.append(string, start).append(1, '"');
 }
+
+// The data of a file are no longer, so that no offset overflows.
+constexpr std::size_t kMaxDataNbytes = (std::size_t{1} << 63) - 1;
 
 // Where a tensor's bytes lie, at the end of its row.
 inline void append_offsets(std::string& rows, std::size_t start, std::size_t stop) {
-    rows += "\"data_offsets\":[" + std::to_string(start) + ',' + std::to_string(stop) + "]}";
+    rows.append("\"data_offsets\":[").append(std::to_string(start)).append(1, ',');
+    rows.append(std::to_string(stop)).append("]}");
 }
 
 // The rows of a packed file's header: JSON of the entries of frames that follow each other.
@@ -64,19 +69,31 @@ inline nb::bytes rows_of_frames(const nb::list& names, const std::vector<std::si
         stop += lengths[i];
         if (i > 0) rows += ',';
         append_quoted(rows, utf8_of(names[i]));
-        rows += ":{\"dtype\":\"U8\",\"shape\":[" + std::to_string(lengths[i]) + "],";
+        rows.append(":{\"dtype\":\"U8\",\"shape\":[").append(std::to_string(lengths[i]));
+        rows += "],";
         append_offsets(rows, start, stop);
     }
     return nb::bytes(rows.data(), rows.size());
 }
 
+// A tuple of a subclass of Python's, such as a named tuple.
+inline nb::object tuple_of(nb::handle kind, const nb::tuple& items) {
+    const auto make = reinterpret_cast<newfunc>(PyType_GetSlot(&PyTuple_Type, Py_tp_new));
+    const nb::tuple args = nb::make_tuple(items);
+    nb::object made =
+        nb::steal(make(reinterpret_cast<PyTypeObject*>(kind.ptr()), args.ptr(), nullptr));
+    if (!made.is_valid()) throw nb::python_error();
+    return made;
+}
+
 // The rows of a plain file's header: JSON of tensors that follow each other. `forms` are what
-// tensors have in common (rank, JSON of the dtype and the shape, length), and `numbers` says which
-// form each has. Tensors of a lower rank come first, then those whose names have lower bytes.
-// Returns the rows, and the number of the tensor in each.
-inline std::pair<nb::bytes, std::vector<std::size_t>> rows_of_tensors(
+// tensors have in common (rank, dtype, shape, JSON of both, length), and `numbers` says which form
+// each has. Tensors of a lower rank come first, then those whose names have lower bytes. Returns
+// the rows, the number of the tensor in each, and the tensors as file_entries() returns them.
+inline std::tuple<nb::bytes, std::vector<std::size_t>, nb::list> rows_of_tensors(
     const nb::list& names, const std::vector<std::size_t>& numbers,
-    const std::vector<std::tuple<int, std::string, std::size_t>>& forms) {
+    const std::vector<std::tuple<int, nb::object, nb::object, std::string, std::size_t>>& forms,
+    nb::handle kind) {
     require(names.size() == numbers.size(), "each tensor needs a name");
     std::vector<std::tuple<int, std::string_view, std::size_t>> keys;
     keys.reserve(numbers.size());
@@ -87,18 +104,21 @@ inline std::pair<nb::bytes, std::vector<std::size_t>> rows_of_tensors(
     std::sort(keys.begin(), keys.end());
     std::string rows;
     std::vector<std::size_t> order;
+    nb::list entries;
     std::size_t stop = 0;
     for (const auto& [rank, name, i] : keys) {
-        const auto& [form_rank, form, nbytes] = forms[numbers[i]];
+        const auto& [form_rank, dtype, shape, text, nbytes] = forms[numbers[i]];
         const std::size_t start = stop;
+        require(nbytes <= kMaxDataNbytes - start, "the tensors are larger than any memory");
         stop += nbytes;
         if (!order.empty()) rows += ',';
         append_quoted(rows, name);
-        rows += ":{" + form + ',';
+        rows.append(":{").append(text).append(1, ',');
         append_offsets(rows, start, stop);
         order.push_back(i);
+        entries.append(tuple_of(kind, nb::make_tuple(names[i], dtype, shape, start, stop)));
     }
-    return {nb::bytes(rows.data(), rows.size()), std::move(order)};
+    return {nb::bytes(rows.data(), rows.size()), std::move(order), std::move(entries)};
 }
 
 // Moves short frames, which lie one after another in `memory`, each in a room of its own, so that
@@ -124,16 +144,6 @@ inline std::vector<std::pair<std::size_t, std::size_t>> close_gaps(
     return pieces;
 }
 
-// A tuple of a subclass of Python's, such as a named tuple.
-inline nb::object tuple_of(nb::handle kind, const nb::tuple& items) {
-    const auto make = reinterpret_cast<newfunc>(PyType_GetSlot(&PyTuple_Type, Py_tp_new));
-    const nb::tuple args = nb::make_tuple(items);
-    nb::object made =
-        nb::steal(make(reinterpret_cast<PyTypeObject*>(kind.ptr()), args.ptr(), nullptr));
-    if (!made.is_valid()) throw nb::python_error();
-    return made;
-}
-
 inline nb::object text_of(std::string_view text) {
     nb::object found = nb::steal(PyUnicode_DecodeUTF8(text.data(), ssize_of(text.size()), nullptr));
     if (!found.is_valid()) PyErr_Clear();
@@ -149,11 +159,13 @@ inline nb::object file_entries(nb::bytes text, nb::handle kind, const nb::dict& 
     const auto is_before = [](const FileEntry& a, const FileEntry& b) {
         return a.start != b.start ? a.start < b.start : a.stop < b.stop;
     };
-    std::stable_sort(found.entries.begin(), found.entries.end(), is_before);
+    if (!std::is_sorted(found.entries.begin(), found.entries.end(), is_before))
+        std::stable_sort(found.entries.begin(), found.entries.end(), is_before);
     nb::list entries;
     const nb::object names = nb::steal(PySet_New(nullptr));
     std::string_view dtype;
-    nb::object dtype_name;
+    nb::object dtype_name, shape;  // those of the entry before, if they are equal
+    const FileEntry* before = nullptr;
     uint64_t bits = 0, end = 0;
     for (const FileEntry& entry : found.entries) {
         if (entry.dtype != dtype || bits == 0) {
@@ -171,8 +183,10 @@ inline nb::object file_entries(nb::bytes text, nb::handle kind, const nb::dict& 
         end = entry.stop;
         const nb::object name = text_of(entry.name);
         if (!name.is_valid() || PySet_Add(names.ptr(), name.ptr()) != 0) return nb::none();
-        entries.append(tuple_of(kind, nb::make_tuple(name, dtype_name, shape_of(entry.shape),
-                                                     entry.start, entry.stop)));
+        if (before == nullptr || before->shape != entry.shape) shape = shape_of(entry.shape);
+        before = &entry;
+        entries.append(
+            tuple_of(kind, nb::make_tuple(name, dtype_name, shape, entry.start, entry.stop)));
     }
     if (static_cast<std::size_t>(PySet_Size(names.ptr())) != found.entries.size())
         return nb::none();
@@ -182,7 +196,7 @@ inline nb::object file_entries(nb::bytes text, nb::handle kind, const nb::dict& 
 inline void bind_files(nb::module_& m) {
     using namespace nb::literals;
     m.def("rows_of_frames", &rows_of_frames, "names"_a, "lengths"_a);
-    m.def("rows_of_tensors", &rows_of_tensors, "names"_a, "numbers"_a, "forms"_a);
+    m.def("rows_of_tensors", &rows_of_tensors, "names"_a, "numbers"_a, "forms"_a, "kind"_a);
     m.def("close_gaps", &close_gaps, "memory"_a.noconvert(), "rooms"_a, "lengths"_a,
           "max_moved_nbytes"_a);
     m.def("file_entries", &file_entries, "text"_a, "kind"_a, "dtypes"_a);

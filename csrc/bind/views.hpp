@@ -6,8 +6,8 @@
 
 #include <algorithm>
 #include <cstring>
-#include <deque>
 #include <limits>
+#include <memory>
 #include <vector>
 
 #include "bind/arguments.hpp"
@@ -70,13 +70,12 @@ class Views {
     const View& operator[](std::size_t i) const { return views_[i]; }
     View& at(std::size_t i) { return views_[i]; }
 
-    // Notes a buffer as the bytes of tensor i. Returns nullptr if the object has none of this kind.
+    // Notes a buffer as the bytes of tensor i, which has none yet. Returns nullptr if the object
+    // has none of this kind.
     const Py_buffer* hold(std::size_t i, nb::handle object, int flags) {
-        HeldBuffer& held = buffers_.emplace_back();
-        if (!held.take(object, flags)) {
-            buffers_.pop_back();
-            return nullptr;
-        }
+        if (buffers_ == nullptr) buffers_ = std::make_unique<HeldBuffer[]>(size());
+        HeldBuffer& held = buffers_[i];
+        if (!held.take(object, flags)) return nullptr;
         const Py_buffer& buffer = held.get();
         View& view = views_[i];
         view.data = static_cast<uint8_t*>(buffer.buf);
@@ -97,7 +96,7 @@ class Views {
 
   private:
     std::vector<View> views_;
-    std::deque<HeldBuffer> buffers_;  // whose elements stay where they are
+    std::unique_ptr<HeldBuffer[]> buffers_;  // one for each tensor, or none
     std::vector<nb::object> owners_;
 };
 
@@ -110,6 +109,14 @@ inline std::size_t tensor_nbytes(uint32_t code, const std::vector<uint64_t>& sha
     return bits % 8 == 0 ? bits / 8 : std::numeric_limits<std::size_t>::max();
 }
 
+// A name that lives as long as the process. Python finds an attribute faster by such a name than by
+// text.
+inline nb::handle lasting_name(const char* text) {
+    PyObject* const name = PyUnicode_InternFromString(text);
+    if (name == nullptr) throw nb::python_error();
+    return name;
+}
+
 // The codes of dtypes, by the objects that a framework has for them. Most tensors have the dtype of
 // the one before.
 class DTypeCodes {
@@ -118,7 +125,8 @@ class DTypeCodes {
 
     // The code of a tensor's dtype; 0 if it has none.
     uint32_t of(nb::handle tensor) {
-        nb::object dtype = tensor.attr("dtype");
+        static const nb::handle kName = lasting_name("dtype");
+        nb::object dtype = tensor.attr(kName);
         if (dtype.is(last_)) return code_;
         PyObject* const found = PyDict_GetItemWithError(codes_.ptr(), dtype.ptr());
         if (found == nullptr) PyErr_Clear();
@@ -178,8 +186,9 @@ inline bool is_dense(const nb::dlpack::dltensor& tensor) {
 
 // Whether a storage of PyTorch has all bytes of a tensor; others may have made it shorter.
 inline bool lies_in(const View& view, const nb::object& storage) {
-    const auto start = nb::cast<uint64_t>(storage.attr("data_ptr")());
-    const auto nbytes = nb::cast<uint64_t>(storage.attr("nbytes")());
+    static const nb::handle kStart = lasting_name("data_ptr"), kNbytes = lasting_name("nbytes");
+    const auto start = nb::cast<uint64_t>(storage.attr(kStart)());
+    const auto nbytes = nb::cast<uint64_t>(storage.attr(kNbytes)());
     const auto at = reinterpret_cast<uint64_t>(view.data);
     return start != 0 && at >= start && at - start <= nbytes &&
            view.nbytes <= nbytes - (at - start);
@@ -189,7 +198,8 @@ inline bool lies_in(const View& view, const nb::object& storage) {
 // it has now is kept, whatever becomes of the tensor.
 inline void find_tensor(Views& views, std::size_t i, nb::handle tensor, uint32_t code,
                         const ExchangeTable& api) {
-    const nb::object storage = tensor.attr("untyped_storage")();
+    static const nb::handle kStorage = lasting_name("untyped_storage");
+    const nb::object storage = tensor.attr(kStorage)();
     nb::dlpack::dltensor found;
     if (api.describe(tensor.ptr(), &found) != 0) throw nb::python_error();
     if (found.device.device_type != nb::device::cpu::value || found.ndim < 0 || !is_dense(found))

@@ -236,11 +236,14 @@ def content_faults(frames: Sequence[OpenFrame], views: Views) -> list[int]: ...
 # JSON: the entries of frames that follow each other.
 def rows_of_frames(names: list[str], lengths: Sequence[int]) -> bytes: ...
 
-# JSON: the entries of tensors that follow each other, and the number of the tensor in each row.
-# `forms` are (rank, JSON of dtype and shape, length); rows are in order of rank and name.
+# JSON: the entries of tensors that follow each other; the number of the tensor in each row; and the
+# entries. `forms` are (rank, dtype, shape, JSON of both, length). The order is by rank and name.
 def rows_of_tensors(
-    names: list[str], numbers: Sequence[int], forms: Sequence[tuple[int, str, int]]
-) -> tuple[bytes, list[int]]: ...
+    names: list[str],
+    numbers: Sequence[int],
+    forms: Sequence[tuple[int, str, tuple[int, ...], str, int]],
+    kind: type[_Entry],
+) -> tuple[bytes, list[int], list[_Entry]]: ...
 
 # The tensors of a header that is written as usual, and the JSON of its metadata.
 def file_entries(

@@ -20,10 +20,10 @@ def resolve_level(level: Level | str | int) -> Level:
     Raises:
         ValueError: there is no such level.
     """
+    if isinstance(level, str) and (found := _LEVELS.get(level.upper())) is not None:
+        return found
     if isinstance(level, Level):
         return level
-    if isinstance(level, str) and level.upper() in _LEVELS:
-        return _LEVELS[level.upper()]
     if type(level) is int and level in Level.__members__.values():
         return Level(level)
     names = ", ".join(repr(known.name.lower()) for known in Level)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, overload
 
 from packhorse.arguments import resolve_threads
 from packhorse.disk.base_files import BaseLike
-from packhorse.disk.container import check_tensors, lay_out, pack_tensors, write_packed
+from packhorse.disk.container import lay_out, pack_tensors, write_packed
 from packhorse.disk.packed_file import PackedFile, load_with_metadata
 from packhorse.disk.state_file import base_by_name, lay_out_state, rebuild_state
 from packhorse.errors import MissingBackendError
@@ -461,9 +461,7 @@ def save_file(
         >>> len(load_file("new.ph.safetensors", base="old.ph.safetensors")["weight"])
         4096
     """
-    check_tensors(tensors, FRAMEWORK)
-    refuse_shared(tensors)
-    header, buffers = lay_out(tensors, FRAMEWORK, metadata)
+    header, buffers = lay_out(tensors, FRAMEWORK, metadata, refuse_shared)
     write_packed(
         filename,
         header,

@@ -23,6 +23,8 @@ __all__ = ["FRAMEWORK", "TorchFramework", "extent_of"]
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 # What PyTorch offers for finding out where tensors lie, from 2.9 on.
 _EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+_HOST = torch.device("cpu")
+_IS_NEGATED = torch.Tensor.is_neg
 # Without C64, because such a tensor may be conjugated.
 _CODES = {dtype: DTYPE_BY_NAME[name].code for dtype, name in NAMES.items() if not dtype.is_complex}
 
@@ -59,7 +61,7 @@ class TorchFramework:
         torch_dtype, torch_shape = _form(dtype, shape)
         try:
             # The device is named, because the caller may have made another one the default.
-            return torch.empty(torch_shape, dtype=torch_dtype, device="cpu")
+            return torch.empty(torch_shape, dtype=torch_dtype, device=_HOST)
         except RuntimeError as error:  # PyTorch's allocator raises nothing more specific
             raise MemoryError(f"no memory for {dtype} of shape {list(shape)}: {error}") from error
 
@@ -191,9 +193,7 @@ class TorchFramework:
         and for all where PyTorch does not tell (before 2.9)."""
         if _EXCHANGE is None:
             return self._views_one_by_one(tensors)
-        return _core.views_of_tensors(
-            list(tensors), _PLAIN_TYPES, _EXCHANGE, _CODES, torch.Tensor.is_neg
-        )
+        return _core.views_of_tensors(list(tensors), _PLAIN_TYPES, _EXCHANGE, _CODES, _IS_NEGATED)
 
     def _views_one_by_one(self, tensors: Sequence[Any]) -> Views:
         buffers: list[ByteArray | None] = []

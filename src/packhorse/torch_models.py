@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from packhorse import _core
+from packhorse._core import Views
 from packhorse.disk.base_files import BaseLike
 from packhorse.disk.container import check_tensors, lay_out, write_packed
 from packhorse.disk.packed_file import PackedFile
@@ -177,16 +178,16 @@ def _mismatch(model: str, missing: list[str], unexpected: list[str]) -> str:
     return "\n".join(lines)
 
 
-def refuse_shared(tensors: Mapping[str, torch.Tensor]) -> None:
+def refuse_shared(tensors: Mapping[str, torch.Tensor], views: Views) -> None:
     """Refuse tensors that share memory.
 
     Args:
         tensors: dense tensors by name.
+        views: where they lie.
 
     Raises:
         RuntimeError: some share memory; the message names them.
     """
-    views = FRAMEWORK.views(list(tensors.values()))
     if not views.unknown() and _core.are_apart([views], []):
         return
     groups = [sorted(group) for group in _groups(tensors) if len(group) > 1]

@@ -85,15 +85,37 @@ def forget(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def test_missing_pages_are_read_at_once(tmp_path):
+def test_many_parts_are_those_that_single_ones_are(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(np.random.default_rng(0).bytes(2 * LARGE))
+    places = [(0, 3), (LARGE - 1, 2), (7, 0), (1, LARGE), (2 * LARGE - 5, 5)]
+    with open_source(path) as source:
+        parts = source.map_all(places)
+        assert parts == [source.map(*place) for place in places]
+        assert [bytes(part) for part in parts] == [
+            path.read_bytes()[start : start + nbytes] for start, nbytes in places
+        ]
+        assert source.bytes_at([5, 0, 2 * LARGE - 1]) == bytes(
+            [*parts[3][4:5], *parts[0][:1], *parts[4][-1:]]
+        )
+        cut_below(path, LARGE)
+        for read in (source.map_all, lambda places: source.bytes_at([2 * LARGE - 1])):
+            with pytest.raises(TruncationError, match=f"needed, but it has {LARGE} bytes"):
+                read(places)
+
+
+@pytest.mark.parametrize("n_mappings", [1, 2])
+def test_missing_pages_are_read_at_once(tmp_path, n_mappings: int):
     path = tmp_path / "file"
     path.write_bytes(bytes(LARGE))
     forget(path)
     if is_in_memory(path, LARGE // 2):
         pytest.skip("this file system keeps what it should forget")
     forget(path)
-    _, views = mapped(path, (0, LARGE // 2), (LARGE // 2, LARGE // 2))
-    _core.read_now(views)
+    nbytes = LARGE // n_mappings
+    _, views = mapped(path, *[(i * nbytes, nbytes) for i in range(n_mappings)])
+    parts = [view[at : at + PAGE + 1] for view in views for at in range(0, nbytes, PAGE + 1)]
+    _core.read_now(parts)
     assert all(is_in_memory(path, offset) for offset in range(0, LARGE, PAGE))
 
 

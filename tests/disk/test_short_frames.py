@@ -10,7 +10,12 @@ from packhorse.disk import unpack_file, verify_file
 from packhorse.errors import CorruptionError
 from packhorse.layout import DTYPE_BY_NAME
 from packhorse.numpy import load_file, save_file
-from packhorse.storage.safetensors_header import build_header, read_header
+from packhorse.storage.safetensors_header import (
+    TensorEntry,
+    build_header,
+    parse_header,
+    read_header,
+)
 
 N = 60
 
@@ -94,9 +99,9 @@ def test_tensors_are_checked_together(packed, monkeypatch):
 
 
 NAMES = [
-    "", " ", "a", "Z", '"', "\\", "/", "\x7f", "\u2028", "\u00e9", "e\u0301", "\U0001f40e",
-    "\ud7ff", *map(chr, range(0x20)), "a" * 300, "layers.0.weight", "layers.10.weight",
-    "layers.2.weight",
+    "", " ", "a", "Z", '"', "\\", 'a"b\\\\c\nd', "/", "\x7f", "\u2028", "\u00e9", "e\u0301",
+    "\U0001f40e", "\ud7ff", *map(chr, range(0x20)), "a" * 300, "layers.0.weight",
+    "layers.10.weight", "layers.2.weight",
 ]  # fmt: skip
 
 
@@ -112,6 +117,7 @@ def test_headers_are_written_as_json_is():
         written[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
     text = json.dumps(written, ensure_ascii=False, separators=(",", ":")).encode()
     assert header.text == text + b" " * (-len(text) % 8)
+    assert header == parse_header(header.text, label="")
     rows = _core.rows_of_frames(NAMES, [64] * len(NAMES))
     assert [*json.loads(b"{" + rows + b"}")] == NAMES
     assert rows.count(json.dumps("\x1f")[1:-1].encode()) == 1
@@ -125,9 +131,12 @@ def test_headers_of_impossible_tensors_are_refused(shape):
 
 def test_rows_refuse_lists_that_do_not_fit():
     with pytest.raises(ValueError, match="each tensor needs a name"):
-        _core.rows_of_tensors(["a"], [], [])
+        _core.rows_of_tensors(["a"], [], [], TensorEntry)
     with pytest.raises(ValueError, match="there is no such form"):
-        _core.rows_of_tensors(["a"], [1], [(0, "", 0)])
+        _core.rows_of_tensors(["a"], [1], [(0, "U8", (), "", 0)], TensorEntry)
+    form = (0, "U8", (1 << 62,), "", 1 << 62)
+    with pytest.raises(ValueError, match="larger than any memory"):
+        _core.rows_of_tensors(["a", "b"], [0, 0], [form], TensorEntry)
     with pytest.raises(ValueError, match="each frame needs a name"):
         _core.rows_of_frames(["a"], [])
     with pytest.raises(UnicodeEncodeError):

@@ -23,7 +23,7 @@ from packhorse.layout import DTYPE_BY_NAME, Level
 from packhorse.storage.locations import Place
 from packhorse.storage.output_file import PLACING_NBYTES, placed
 from packhorse.storage.safetensors_header import FileHeader, TensorEntry
-from packhorse.storage.source_file import read_ahead
+from packhorse.storage.source_file import SourceFile, read_ahead
 from packhorse.storage.strict_json import shortened
 from packhorse.threads import batches, one_ahead
 
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = [
-    "AHEAD_NBYTES", "Coder", "Listed", "Mapped", "Sink", "tensor_results", "write_frames",
+    "AHEAD_NBYTES", "Coder", "Listed", "Mapped", "Sink", "Written", "tensor_results",
+    "write_frames",
 ]  # fmt: skip
 
 # A batch is packed while the one before is written if they need no more memory together.
@@ -109,16 +110,18 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """Tensors of a mapped file, in its order.
+    """Tensors of a mapped file, in its order. Their bytes are pages of the file.
 
     Attributes:
-        views: the bytes of each, which are pages of the file.
+        source: the file.
+        places: the first byte and the number of bytes of each.
     """
 
-    views: Iterator[memoryview]
+    source: SourceFile
+    places: Sequence[tuple[int, int]]
 
     def __iter__(self) -> Iterator[memoryview]:
-        return self.views
+        return (self.source.map(*place) for place in self.places)
 
 
 class _Batch(NamedTuple):
@@ -135,13 +138,25 @@ class _Batch(NamedTuple):
     base_hashes: list[bytes | None]
 
 
+class Written(NamedTuple):
+    """Frames that were written, in the order of a file.
+
+    Attributes:
+        sizes: the length of each.
+        base_hashes: the content hash of the base that each needs; None for none.
+    """
+
+    sizes: list[int]
+    base_hashes: list[bytes | None]
+
+
 def write_frames(
     sink: Sink,
     all_entries: Sequence[TensorEntry],
     buffers: Iterable[Buffer],
     rooms: Sequence[int],
     coder: Coder,
-) -> tuple[TensorResult, ...]:
+) -> Written:
     """Pack tensors and write their frames.
 
     Args:
@@ -152,9 +167,9 @@ def write_frames(
         coder: how they are packed.
 
     Returns:
-        What was done with each tensor.
+        What was written.
     """
-    tensors: list[TensorResult] = []
+    written = Written([], [])
     nbytes = [stop - start for _, _, _, start, stop in all_entries]
     with (
         closing(_packed_batches(all_entries, nbytes, rooms, buffers, sink.nbytes, coder)) as packed,
@@ -162,11 +177,12 @@ def write_frames(
     ):
         for pieces, sizes, base_hashes in batches_of_frames:
             sink.write_all(pieces)
-            done = slice(len(tensors), len(tensors) + len(sizes))
-            tensors += tensor_results(all_entries[done], sizes, base_hashes)
+            done = slice(len(written.sizes), len(written.sizes) + len(sizes))
+            written.sizes.extend(sizes)
+            written.base_hashes.extend(base_hashes)
             if sizes:
                 coder.progress(sum(nbytes[done]))
-    return tuple(tensors)
+    return written
 
 
 def _packed_batches(
@@ -215,7 +231,7 @@ def _taken(buffers: Iterable[Buffer], runs: Iterable[range]) -> Iterator[Listed 
             part = buffers.order[run.start : run.stop]
             yield Listed(buffers.views.part(part), part, buffers.read)
         elif isinstance(buffers, Mapped):
-            views = list(islice(buffers.views, len(run)))
+            views = buffers.source.map_all(buffers.places[run.start : run.stop])
             read_ahead(views)
             yield views
         else:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,15 @@ from packhorse.disk.base_files import (
     open_bases,
     place_base,
 )
-from packhorse.disk.batches import Coder, Listed, Mapped, Sink, write_frames
+from packhorse.disk.batches import (
+    Coder,
+    Listed,
+    Mapped,
+    Sink,
+    Written,
+    tensor_results,
+    write_frames,
+)
 from packhorse.disk.packed_header import (
     PrefixWriter,
     is_packed,
@@ -184,15 +192,17 @@ def pack_file(
         >>> tuned.packed_nbytes < packed.packed_nbytes < packed.original_nbytes
         True
     """
-    path = open_place(src, storage_options)
+    path, target = open_place(src, storage_options), open_place(dst, storage_options)
     _refuse_pickle(path)
     with open_source(path) as source:
         header = _plain_header(source)
         buffers = _tensors_of(source, header, header.entries)
-        return write_packed(
-            dst, header, buffers, level=level, threads=threads, progress=progress, force=force,
+        packed_nbytes, written = write_packed(
+            target, header, buffers, level=level, threads=threads, progress=progress, force=force,
             source=source, base=base, storage_options=storage_options,
         )  # fmt: skip
+    tensors = tuple(tensor_results(header.entries, *written))
+    return FileResult(path, target, header.file_nbytes, packed_nbytes, tensors)
 
 
 def write_packed(
@@ -207,7 +217,7 @@ def write_packed(
     source: Source | None = None,
     base: BaseLike | None = None,
     storage_options: Mapping[str, Any] | None = None,
-) -> FileResult:
+) -> tuple[int, Written]:
     """Write a packed file from an iterable of tensors.
 
     Args:
@@ -225,7 +235,7 @@ def write_packed(
         storage_options: as for `pack_file`.
 
     Returns:
-        Sizes, for the file and for each tensor.
+        The size of the file, and its frames.
 
     Raises:
         ValueError, BaseMismatchError, CorruptionError, CompatibilityError, OSError: as for
@@ -238,10 +248,10 @@ def write_packed(
             bases.refuse_output(path)
             coder = coder.against(bases, header, origin, path)
         with writing(path, source=origin, force=force) as output:
-            tensors = _write_stream(output, header, buffers, coder)
+            written = _write_stream(output, header, buffers, coder)
             packed_nbytes = output.nbytes
             _check_unchanged(source, bases)
-    return FileResult(origin or path, path, header.file_nbytes, packed_nbytes, tensors)
+    return packed_nbytes, written
 
 
 def pack_range(
@@ -284,9 +294,9 @@ def pack_range(
         entries = header.entries[run.start : run.stop]
         with writing(open_place(dst), force=True) as sink:
             buffers = _tensors_of(source, header, entries)
-            tensors = write_frames(sink, entries, buffers, rooms_of(entries), coder)
+            written = write_frames(sink, entries, buffers, rooms_of(entries), coder)
             _check_unchanged(source, bases)
-    return Packed(tensors, coder.base_name)
+    return Packed(tuple(tensor_results(entries, *written)), coder.base_name)
 
 
 def join_parts(
@@ -320,8 +330,9 @@ def join_parts(
         raise CorruptionError(f"{path}: its parts have other tensors; pack the file again")
     base_name = next((packed.base_name for _, packed in parts), None)
     prefix = PrefixWriter(header, base_name)
+    written = Written([t.packed_nbytes for t in tensors], [t.base_hash for t in tensors])
     with writing(target, source=path, force=force) as output:
-        output.write(_rendered(prefix, tensors, base_name))
+        output.write(_rendered(prefix, written, base_name))
         for place, packed in parts:
             _append(output, place, sum(tensor.packed_nbytes for tensor in packed.tensors))
         packed_nbytes = output.nbytes
@@ -367,10 +378,20 @@ def _checked_views(tensors: Mapping[str, Any], framework: Framework) -> Views:
 
 
 def lay_out(
-    tensors: Mapping[str, Any], framework: Framework, metadata: Mapping[str, str] | None
+    tensors: Mapping[str, Any],
+    framework: Framework,
+    metadata: Mapping[str, str] | None,
+    refuse: Callable[[Mapping[str, Any], Views], None] | None = None,
 ) -> tuple[FileHeader, Iterable[ByteArray]]:
     """The header of a file with these tensors, and their bytes in the header's order: the arguments
     of `write_packed` and `pack_tensors`.
+
+    Args:
+        tensors: the tensors by name.
+        framework: reads them.
+        metadata: strings to keep in the file.
+        refuse: raises an error if the file must not have these tensors, which lie where the views
+            say; called before any is read.
 
     Raises:
         TypeError: as for `check_tensors`, or `metadata` is not a mapping of strings to strings.
@@ -378,6 +399,8 @@ def lay_out(
     if isinstance(tensors, Mapping):
         tensors = dict(tensors)  # the caller may change its own while the file is written
     views = _checked_views(tensors, framework)
+    if refuse is not None:
+        refuse(tensors, views)
     if views.unknown():
         parts = {name: framework.readable(tensor) for name, tensor in tensors.items()}
         header = build_header({name: part[1:] for name, part in parts.items()}, metadata)
@@ -419,20 +442,16 @@ def pack_tensors(
 
 def _write_stream(
     sink: Sink, header: FileHeader, buffers: Iterable[Buffer], coder: Coder
-) -> tuple[TensorResult, ...]:
+) -> Written:
     prefix = PrefixWriter(header, coder.base_name)
     sink.write(bytes(prefix.nbytes))
-    tensors = write_frames(sink, header.entries, buffers, prefix.rooms, coder)
-    sink.patch(0, _rendered(prefix, tensors, coder.base_name))
-    return tensors
+    written = write_frames(sink, header.entries, buffers, prefix.rooms, coder)
+    sink.patch(0, _rendered(prefix, written, coder.base_name))
+    return written
 
 
-def _rendered(
-    prefix: PrefixWriter, tensors: Sequence[TensorResult], base_name: str | None
-) -> bytes:
-    is_based = any([tensor.base_hash for tensor in tensors])
-    sizes = [tensor.packed_nbytes for tensor in tensors]
-    return prefix.render(sizes, base_name if is_based else None)
+def _rendered(prefix: PrefixWriter, written: Written, base_name: str | None) -> bytes:
+    return prefix.render(written.sizes, base_name if any(written.base_hashes) else None)
 
 
 def plan_file(
@@ -468,7 +487,7 @@ def plan_file(
     with open_source(path) as source, open_bases(place_base(base, storage_options)) as bases:
         header = _plain_header(source)
         coder = coder if bases is None else coder.against(bases, header, path)
-        buffers = _map_tensors(source, header, header.entries)
+        buffers = _tensors_of(source, header, header.entries)
         pairs = zip(header.entries, buffers, strict=True)
         plans = [_plan(entry, buffer, coder) for entry, buffer in pairs]
         _check_unchanged(source, bases)
@@ -493,15 +512,11 @@ def _plan(entry: TensorEntry, buffer: memoryview, coder: Coder) -> TensorPlan:
 def _tensors_of(
     source: Source, header: FileHeader, entries: Sequence[TensorEntry]
 ) -> Iterable[memoryview]:
-    views = _map_tensors(source, header, entries)
-    return Mapped(views) if isinstance(source, SourceFile) else views
-
-
-def _map_tensors(
-    source: Source, header: FileHeader, entries: Sequence[TensorEntry]
-) -> Iterator[memoryview]:
-    for entry in entries:
-        yield source.map(header.data_offset + entry.start, entry.nbytes)
+    first = header.data_offset
+    places = [(first + start, stop - start) for _, _, _, start, stop in entries]
+    if isinstance(source, SourceFile):
+        return Mapped(source, places)
+    return (source.map(*place) for place in places)
 
 
 def _plain_header(source: Source) -> FileHeader:

@@ -193,12 +193,9 @@ class FrameTable(TensorTable):
         together = [i for i, frame in enumerate(opened) if frame.stands_alone]
         tensors = self.new_tensors([entries[i] for i in together])
         views = self.framework.views(tensors)
-        try:
-            status, bad, chunk, left = _core.unpack_to_views(
-                [opened[i] for i in together], views, self._threads
-            )
-        finally:
-            self.framework.mark_all_written(tensors)
+        status, bad, chunk, left = _core.unpack_to_views(
+            [opened[i] for i in together], views, self._threads
+        )
         if status:
             frame = self._opened_frame(entries[together[bad]], frames)
             with self.blaming():

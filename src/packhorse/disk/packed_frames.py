@@ -18,6 +18,7 @@ from packhorse.frame import Frame
 from packhorse.frame.plan import max_header_nbytes
 from packhorse.layout import CRITICAL_FLAGS_OFFSET, FIXED_HEADER, FIXED_HEADER_NBYTES, FLAG_BASE
 from packhorse.storage.safetensors_header import TensorEntry
+from packhorse.storage.source_file import Source
 from packhorse.storage.strict_json import shortened, shown
 
 __all__ = ["Sketches", "based_entries", "check_frame", "open_frame", "peek_nbytes", "sketch_frames"]
@@ -71,14 +72,17 @@ def _declared(frame: ByteArray) -> int:
     return nbytes
 
 
-def based_entries(file: Sketches, packed: PackedHeader) -> list[TensorEntry]:
+def based_entries(file: Source, packed: PackedHeader) -> list[TensorEntry]:
     """The tensors whose frames need a base, according to one byte of each frame."""
-    at = CRITICAL_FLAGS_OFFSET
-    entries = [e for e in packed.original.entries if packed.frames[e.name].nbytes > at]
-    offsets = [packed.frame_offset(entry.name) + at for entry in entries]
-    flags = [file.sketch(offset, 1) for offset in offsets]
-    file.fill(list(zip(flags, offsets, strict=True)))
-    return [e for e, flag in zip(entries, flags, strict=True) if flag[0] & FLAG_BASE]
+    at = packed.packed.data_offset + CRITICAL_FLAGS_OFFSET
+    entries, offsets = [], []
+    for entry in packed.original.entries:
+        frame = packed.frames[entry.name]
+        if frame.nbytes > CRITICAL_FLAGS_OFFSET:
+            entries.append(entry)
+            offsets.append(at + frame.start)
+    flags = file.bytes_at(offsets)
+    return [entry for entry, flag in zip(entries, flags, strict=True) if flag & FLAG_BASE]
 
 
 def open_frame(data: memoryview | ByteArray, packed: PackedHeader, original: TensorEntry) -> Frame:

@@ -17,6 +17,7 @@ the encoder adds spaces.
 import base64
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ from packhorse import _core
 from packhorse.codecs.content import crc32c
 from packhorse.codecs.zstd import memory_is_told
 from packhorse.errors import CompatibilityError, CorruptionError
-from packhorse.frame import max_frame_nbytes
+from packhorse.frame.plan import form_of
 from packhorse.layout import (
     FILE_ALIGNMENT,
     FILE_METADATA_KEY,
@@ -134,7 +135,7 @@ class PrefixWriter:
 
 def rooms_of(entries: Sequence[TensorEntry]) -> list[int]:
     """The length of the longest frame of each tensor."""
-    return [max_frame_nbytes(dtype, shape) for _, dtype, shape, _, _ in entries]
+    return [form_of(dtype, shape).capacity for _, dtype, shape, _, _ in entries]
 
 
 def min_text_nbytes(recorded_nbytes: int) -> int:
@@ -231,12 +232,10 @@ def is_packed(header: FileHeader) -> bool:
     text = (header.metadata or {}).get(FILE_METADATA_KEY)
     if text is None:
         return False
-    if all(_is_frame(entry) for entry in header.entries) and header.entries:
-        return True
-    try:
-        return _RECORD_KEY in parse_json(text.encode(), label="")
-    except CorruptionError:
-        return False
+    with suppress(CorruptionError):
+        if _RECORD_KEY in parse_json(text.encode(), label=""):
+            return True
+    return all(_is_frame(entry) for entry in header.entries) and bool(header.entries)
 
 
 def _is_frame(entry: TensorEntry) -> bool:

@@ -105,10 +105,12 @@ class TensorTable:
         forms: dict[tuple[str, tuple[int, ...]], int] = {}
         numbers = []
         for name, dtype, shape, _, _ in entries:
-            if (dtype, shape) not in forms:
+            number = forms.get((dtype, shape))
+            if number is None:
                 with blaming(self.label), blaming(f"tensor {shown(name)}"):
                     self.framework.check_form(dtype, shape)
-            numbers.append(forms.setdefault((dtype, shape), len(forms)))
+                number = forms[dtype, shape] = len(forms)
+            numbers.append(number)
         return self.framework.empty_all(list(forms), numbers)
 
     def place(self, tensor: Any) -> Any:

@@ -194,13 +194,14 @@ class _Unpacker:
     ) -> set[int]:
         """Decode the short tensors of a batch. Returns which are done; none of a file at a URL,
         which is read in order."""
-        if not isinstance(self.source, SourceFile):
+        source = self.source
+        if not isinstance(source, SourceFile):
             return set()
         places = _core.views_of_rooms(window, sizes)
 
         def open_some(numbers: Sequence[int]) -> ShortFrames:
             some = [entries[i] for i in numbers]
-            found = frames_of(numbers, some, [self._data(entry) for entry in some])
+            found = frames_of(numbers, some, source.map_all(map(self._place, some)))
             return ShortFrames(list(found), list(found.values()), places.part(list(found)))
 
         parts = decode_short(range(len(entries)), sizes, open_some, self.threads)
@@ -212,8 +213,9 @@ class _Unpacker:
         return placed(memory, offset)[:nbytes]
 
     def _open(self, entry: TensorEntry) -> Frame:
-        return open_frame(self._data(entry), self.packed, entry)
+        return open_frame(self.source.map(*self._place(entry)), self.packed, entry)
 
-    def _data(self, entry: TensorEntry) -> memoryview:
-        nbytes, offset = self.packed.frames[entry.name].nbytes, self.packed.frame_offset(entry.name)
-        return self.source.map(offset, nbytes)
+    def _place(self, entry: TensorEntry) -> tuple[int, int]:
+        """The first byte of a tensor's frame in the file, and its length."""
+        frame = self.packed.frames[entry.name]
+        return self.packed.packed.data_offset + frame.start, frame.nbytes

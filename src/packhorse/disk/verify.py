@@ -205,13 +205,14 @@ class _Verifier:
     def _left_of(self, entries: Sequence[TensorEntry]) -> Sequence[TensorEntry]:
         """The tensors that are left when the short ones have been checked together: those of a file
         at a URL, which is read in order, and those that only their frames describe."""
-        if not isinstance(self.source, SourceFile) or not self.originals:
+        source = self.source
+        if not isinstance(source, SourceFile) or not self.originals:
             return entries
         described = [self.originals[entry.name] for entry in entries]
         sizes = [entry.nbytes for entry in described]
 
         def open_some(numbers: Sequence[int]) -> ShortFrames:
-            data = [self._data(entries[i]) for i in numbers]
+            data = source.map_all([self._place(entries[i]) for i in numbers])
             found = frames_of(numbers, [described[i] for i in numbers], data)
             rooms = [sizes[i] for i in found]
             places = _core.views_of_rooms(self.scratch.take(0, sum(rooms)), rooms)
@@ -271,11 +272,12 @@ class _Verifier:
     def _offset(self, entry: TensorEntry) -> int:
         return self.header.data_offset + entry.start
 
-    def _data(self, entry: TensorEntry) -> memoryview:
-        return self.source.map(self._offset(entry), entry.nbytes)
+    def _place(self, entry: TensorEntry) -> tuple[int, int]:
+        return self._offset(entry), entry.nbytes
 
     def _open(self, entry: TensorEntry) -> Frame:
-        offset, data, name = self._offset(entry), self._data(entry), shortened(entry.name)
+        offset, name = self._offset(entry), shortened(entry.name)
+        data = self.source.map(*self._place(entry))
         frame = Frame.from_buffer(data, name=name, offset=offset, max_nbytes=self.max_nbytes)
         if self.originals:
             check_frame(frame, self.originals[entry.name], offset)

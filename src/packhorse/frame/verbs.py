@@ -10,7 +10,7 @@ from packhorse._core import OpenFrame, Views
 from packhorse.arguments import resolve_level, resolve_threads
 from packhorse.codecs.base import ByteArray, as_bytes
 from packhorse.errors import CorruptionError, blaming
-from packhorse.frame.compress import compress_buffer, room_for
+from packhorse.frame.compress import compress_buffer, compress_planned, pack_plain, room_for
 from packhorse.frame.frame import Frame
 from packhorse.frame.many import (
     BLAMED,
@@ -50,11 +50,16 @@ def compress_tensor(
     base: Any,
 ) -> Frame:
     """Packs a tensor; arguments and errors as for `packhorse.numpy.compress`."""
-    if base is None and out is None and not (views := framework.views([tensor])).unknown():
-        return compress_views(
-            views, None, None, lambda _: PackJob(*framework.readable(tensor)),
-            resolve_level(level), resolve_threads(threads), None,
-        )[0]  # fmt: skip
+    if base is None and out is None:
+        views = framework.views([tensor])
+        effort, n_threads = resolve_level(level), resolve_threads(threads)
+        (frame,) = pack_plain(views, None, None, effort, n_threads)
+        if frame is not None:
+            return frame
+        if not views.unknown():
+            return compress_planned(
+                *framework.readable(tensor), level=effort, threads=n_threads, out=None, name=None
+            )
     data, dtype, shape = framework.readable(tensor)
     base_data, base_dtype = (None, None) if base is None else framework.readable(base)[:2]
     return compress_buffer(
@@ -90,7 +95,8 @@ def decompress_tensor(
             if not decompress_to_views([frame], views, n_threads, None):
                 return tensor
         finally:
-            framework.mark_written(tensor)
+            if out is not None:  # nobody knows the new tensor yet
+                framework.mark_written(tensor)
     base_data = None if base is None else framework.readable(base)[0]
     framework.fill(
         tensor, lambda memory: frame.decompress_into(memory, threads=threads, base=base_data)
@@ -216,7 +222,8 @@ def decompress_tensors(
     try:
         rest = decompress_to_views(frames, views, n_threads, lambda i: f"frame {i}")
     finally:
-        framework.mark_all_written(tensors)
+        if outs is not None:
+            framework.mark_all_written(tensors)
     _decompress_rest(framework, frames, tensors, None, rest, n_threads)
     return tensors
 

@@ -72,6 +72,12 @@ class RemoteSource:
         check_region(str(self.path), self._file.nbytes, offset, nbytes)
         return self._blocks.read(offset, nbytes) if nbytes else memoryview(b"")
 
+    def bytes_at(self, offsets: Sequence[int]) -> bytes:
+        """Single bytes of the file."""
+        sketches = [self.sketch(offset, 1) for offset in offsets]
+        self.fill(list(zip(sketches, offsets, strict=True)))
+        return b"".join([sketch.tobytes() for sketch in sketches])
+
     def sketch(self, offset: int, nbytes: int) -> ByteArray:
         """Zeros, which `fill` replaces by bytes of the file."""
         return self._file.sketch(offset, nbytes)

@@ -423,20 +423,20 @@ def lay_out_forms(
     Raises:
         TypeError, ValueError, CompatibilityError: as for `build_header`.
     """
-    pairs = b""
-    if metadata is not None:
-        pairs = f"{quoted(METADATA_KEY)}:{_written(_checked_pairs(metadata))}".encode()
-    for name, k in zip(names, numbers, strict=True):
-        _check_savable(name, forms[k][0])
+    checked = None if metadata is None else _checked_pairs(metadata)
+    pairs = b"" if checked is None else f"{quoted(METADATA_KEY)}:{_written(checked)}".encode()
+    _check_savable(names, forms, numbers)
     described = [
         (
             _RANKS[dtype],
+            dtype,
+            shape,
             f'"dtype":{quoted(dtype)},"shape":{_written(shape)}',
-            min(tensor_nbytes(dtype, shape), MAX_BITS),  # more is refused below
+            tensor_nbytes(dtype, shape),
         )
         for dtype, shape in forms
     ]
-    rows, order = _core.rows_of_tensors(names, numbers, described)
+    rows, order, entries = _core.rows_of_tensors(names, numbers, described, TensorEntry)
     text = b"".join([b"{", pairs, b"," if pairs and rows else b"", rows, b"}"])
     text += b" " * (-len(text) % _ALIGNMENT)
     if len(text) > MAX_FILE_HEADER_NBYTES:
@@ -444,19 +444,34 @@ def lay_out_forms(
             f"the header would take {len(text)} bytes, but at most {MAX_FILE_HEADER_NBYTES} are "
             "allowed: use fewer tensors or shorter metadata"
         )
-    return parse_header(text, label="header to be written"), order
+    return FileHeader(text, tuple(entries), checked), order
 
 
-def _check_savable(name: str, dtype: str) -> None:
-    """Refuse a tensor that no safetensors file can hold."""
-    if not isinstance(name, str):
-        raise TypeError(f"a tensor's name must be a string, not {name!r}")
-    if name == METADATA_KEY:
-        raise ValueError(f"no tensor can have the name {METADATA_KEY!r}; safetensors reserves it")
-    if not name.isascii():
-        check_text(name)
-    if dtype not in _RANKS:
-        raise CompatibilityError(f"tensor {name!r}: safetensors has no dtype {dtype!r}")
+def _check_savable(
+    names: Sequence[str],
+    forms: Sequence[tuple[str, tuple[int, ...]]],
+    numbers: Sequence[int],
+) -> None:
+    """Refuse tensors that no safetensors file can hold."""
+    firsts: dict[int, str] = {}  # the name of the first tensor of each form
+    for name, k in zip(names, numbers, strict=True):
+        if not isinstance(name, str):
+            raise TypeError(f"a tensor's name must be a string, not {name!r}")
+        if name == METADATA_KEY:
+            raise ValueError(
+                f"no tensor can have the name {METADATA_KEY!r}; safetensors reserves it"
+            )
+        if not name.isascii():
+            check_text(name)
+        if k not in firsts:
+            firsts[k] = name
+    for k, name in firsts.items():
+        dtype, shape = forms[k]
+        if dtype not in _RANKS:
+            raise CompatibilityError(f"tensor {name!r}: safetensors has no dtype {dtype!r}")
+        where = f"header to be written: tensor {shown(name)}"
+        sizes = _sizes(list(shape), f"{where}: shape")
+        _check_size(TensorEntry(name, dtype, sizes, 0, tensor_nbytes(dtype, sizes)), where)
 
 
 def _written(value: object) -> str:

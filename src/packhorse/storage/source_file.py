@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol
@@ -143,6 +143,13 @@ class Source(Protocol):
             TruncationError: the file has been cut short since its headers were read.
         """
 
+    def bytes_at(self, offsets: Sequence[int]) -> bytes:
+        """Single bytes of the file, which a file at a URL reads in few requests.
+
+        Raises:
+            TruncationError: as for `map`.
+        """
+
     def sketch(self, offset: int, nbytes: int) -> ByteArray:
         """Like `map`, but the bytes of a file at a URL are zeros until `fill` reads them."""
 
@@ -195,7 +202,21 @@ class SourceFile:
         Raises:
             TruncationError: the file has been cut short since its headers were read.
         """
+        return self.map_all([(offset, nbytes)])[0]
+
+    def map_all(self, places: Iterable[tuple[int, int]]) -> list[memoryview]:
+        """Parts of the file, as `map` returns them, with one question to the system for all.
+
+        Args:
+            places: the first byte and the number of bytes of each.
+
+        Raises:
+            TruncationError: as for `map`.
+        """
         end = min(os.fstat(self._file.fileno()).st_size, self.stamp.nbytes)
+        return [self._part(offset, nbytes, end) for offset, nbytes in places]
+
+    def _part(self, offset: int, nbytes: int, end: int) -> memoryview:
         if offset + nbytes > end:
             raise TruncationError(
                 f"cut short while it was being read: bytes {offset} to {offset + nbytes} are "
@@ -208,6 +229,10 @@ class SourceFile:
         number = offset // _CELL_NBYTES
         start = offset - number * _CELL_NBYTES
         return self._cell(number)[start : start + nbytes]
+
+    def bytes_at(self, offsets: Sequence[int]) -> bytes:
+        """Single bytes of the file."""
+        return bytes([view[0] for view in self.map_all((offset, 1) for offset in offsets)])
 
     def sketch(self, offset: int, nbytes: int) -> ByteArray:
         """The same as `map`."""

@@ -87,10 +87,11 @@ def _write(
 ) -> int:
     """Write the file, and return its size."""
     if target.name.endswith(FILE_SUFFIX):
-        return write_packed(
+        packed_nbytes, _ = write_packed(
             target, header, buffers, level=wanted.level, threads=wanted.threads,
             progress=wanted.progress, force=wanted.force,
-        ).packed_nbytes  # fmt: skip
+        )  # fmt: skip
+        return packed_nbytes
     with writing(target, force=wanted.force) as output:
         output.write(header.prefix())
         for data in buffers:
