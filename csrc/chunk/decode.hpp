@@ -32,6 +32,7 @@ struct DecodeScratch {
     PlaneDecoder* planes;                   // one for each plane
     uint8_t* whole;                         // classed_scratch_nbytes(), if any chunk is classed
     const uint8_t* next_encoded = nullptr;  // chunk that this worker will probably decode next
+    bool past_cache = false;                // whether the output would not stay in the cache
 };
 
 constexpr std::size_t classed_row_nbytes(std::size_t n) {
@@ -132,9 +133,9 @@ inline Status open_planes(const uint8_t* src, const uint32_t* descriptors, std::
 }
 
 // Decodes units [first, first + n) of a plane that is not classed, into its buffer or into
-// `direct`.
-inline Status next_units(PlaneDecoder& plane, std::size_t first, std::size_t n, uint8_t* direct,
-                         const uint8_t*& out, Ahead& ahead, Isa isa) {
+// `direct`. `adds_raw` says whether raw bits of rANS are added to them.
+inline Status next_units(PlaneDecoder& plane, std::size_t first, std::size_t n, bool adds_raw,
+                         uint8_t* direct, const uint8_t*& out, Ahead& ahead, Isa isa) {
     uint8_t* const dst = direct != nullptr ? direct : plane.buffer;
     out = dst;
     switch (plane.mode) {
@@ -149,7 +150,7 @@ inline Status next_units(PlaneDecoder& plane, std::size_t first, std::size_t n, 
             return palette_decode(plane.palette, first, n, dst, ahead, isa);
         default: {
             const Status status = rans_decode(plane.rans, n, dst, ahead, isa);
-            if (status == Status::kOk) add_raw_bits(plane.rans.raw, first, n, dst, isa);
+            if (status == Status::kOk && adds_raw) add_raw_bits(plane.rans.raw, first, n, dst, isa);
             return status;
         }
     }
@@ -160,9 +161,44 @@ inline Status next_block(PlaneDecoder* planes, std::size_t first, std::size_t n,
                          Isa isa) {
     uint8_t* const direct = spec.n_planes == 1 ? dst : nullptr;
     for (uint32_t p = 0; p < spec.n_planes; ++p) {
-        const Status status = next_units(planes[p], first, n, direct, sources[p], ahead, isa);
+        const Status status = next_units(planes[p], first, n, true, direct, sources[p], ahead, isa);
         if (status != Status::kOk) return status;
     }
+    return Status::kOk;
+}
+
+// Whether whole blocks can be merged past the cache.
+inline bool merges_past_cache(const PlaneDecoder* planes, const PlaneSpec& spec, const uint8_t* dst,
+                              Isa isa) {
+#if PACKHORSE_X86
+    if (isa >= Isa::kAvx512 || isa < Isa::kAvx2 || reinterpret_cast<uintptr_t>(dst) % 16 != 0)
+        return false;
+    if (spec.unit_nbytes == 1) return is_turned(planes, spec);
+    return spec.unit_nbytes == 2 || spec.unit_nbytes == 4;
+#else
+    (void)planes, (void)spec, (void)dst, (void)isa;
+    return false;
+#endif
+}
+
+// Decodes a whole block and merges it past the cache. Raw bits of plane 0 are added on the way.
+inline Status write_block_past_cache(PlaneDecoder* planes, std::size_t first, const PlaneSpec& spec,
+                                     uint8_t* dst, Ahead& ahead, Isa isa) {
+    const RawPlanes none{};
+    const bool adds_late = planes[0].mode == Mode::kRans && spec.unit_nbytes <= 2 &&
+                           planes[0].rans.raw.n <= kMaxRawPlanes;
+    const uint8_t* sources[kMaxPlanes];
+    for (uint32_t p = 0; p < spec.n_planes; ++p) {
+        const Status status = next_units(planes[p], first, kBlockUnits, p > 0 || !adds_late,
+                                         nullptr, sources[p], ahead, isa);
+        if (status != Status::kOk) return status;
+    }
+#if PACKHORSE_X86
+    merge_past_cache_avx2(sources, adds_late ? planes[0].rans.raw : none, first, kBlockUnits, spec,
+                          dst);
+#else
+    (void)none, (void)dst;
+#endif
     return Status::kOk;
 }
 
@@ -182,7 +218,7 @@ inline Status close_planes(PlaneDecoder* planes, const PlaneSpec& spec, bool car
 }
 
 // While the coded planes of this chunk are decoded, fetches the next chunk's bytes and the memory
-// that merging will write soon.
+// that merging will write soon, unless `dst` is null.
 inline Ahead decode_ahead(const uint8_t* next_encoded, const PlaneDecoder* planes, std::size_t n,
                           const PlaneSpec& spec, uint8_t* dst) {
     std::size_t n_computing = 0, nbytes = 0;
@@ -196,25 +232,34 @@ inline Ahead decode_ahead(const uint8_t* next_encoded, const PlaneDecoder* plane
         ahead.read = reinterpret_cast<uintptr_t>(next_encoded);
         ahead.read_step = 128 * nbytes / n / n_computing;
     }
+    if (dst == nullptr) return ahead;
     ahead.write = reinterpret_cast<uintptr_t>(dst + 2 * kBlockUnits * spec.unit_nbytes);
     ahead.write_step = 128 * spec.unit_nbytes / n_computing;
     return ahead;
 }
 
-inline Status decode_by_blocks(PlaneDecoder* planes, std::size_t n, uint32_t carrier,
-                               std::size_t n_carried, const PlaneSpec& spec,
-                               const uint8_t* next_encoded, uint8_t* dst, Isa isa) {
+inline Status decode_by_blocks(std::size_t n, uint32_t carrier, std::size_t n_carried,
+                               const PlaneSpec& spec, const DecodeScratch& scratch, uint8_t* dst,
+                               Isa isa) {
+    PlaneDecoder* const planes = scratch.planes;
     Status status = Status::kOk;
     const uint8_t* sources[kMaxPlanes];
     const std::size_t n_early = (n - n_carried) / kBlockUnits * kBlockUnits;
     const bool merges = spec.splits() && !is_turned(planes, spec);
-    Ahead ahead = decode_ahead(next_encoded, planes, n, spec, dst);
+    const bool past_cache = scratch.past_cache && merges_past_cache(planes, spec, dst, isa);
+    Ahead ahead = decode_ahead(scratch.next_encoded, planes, n, spec, past_cache ? nullptr : dst);
     for (std::size_t at = 0; at < n_early && status == Status::kOk; at += kBlockUnits) {
-        status = next_block(planes, at, kBlockUnits, spec, sources, dst + at * spec.unit_nbytes,
-                            ahead, isa);
-        if (status == Status::kOk && merges)
-            merge_planes(sources, kBlockUnits, spec, dst + at * spec.unit_nbytes, isa);
+        uint8_t* const to = dst + at * spec.unit_nbytes;
+        if (past_cache) {
+            status = write_block_past_cache(planes, at, spec, to, ahead, isa);
+            continue;
+        }
+        status = next_block(planes, at, kBlockUnits, spec, sources, to, ahead, isa);
+        if (status == Status::kOk && merges) merge_planes(sources, kBlockUnits, spec, to, isa);
     }
+#if PACKHORSE_X86
+    if (past_cache) _mm_sfence();  // so that other threads see the output
+#endif
     if (status != Status::kOk) return status;
     const std::size_t rest = n - n_early;
     if (rest > 0)
@@ -338,7 +383,7 @@ class ClassedChunk {
 
     Status decode_plain(uint32_t p, uint8_t* dst, Ahead& ahead) {
         const uint8_t* ignored;
-        return next_units(planes_[p], 0, n_, dst, ignored, ahead, isa_);
+        return next_units(planes_[p], 0, n_, true, dst, ignored, ahead, isa_);
     }
 
     Status decode_classes(uint32_t p, Ahead& ahead) {
@@ -400,8 +445,7 @@ inline Status decode_planes(const uint8_t* src, const uint32_t* descriptors, std
         return ClassedChunk(scratch, n, first, spec, side, isa)
             .decode(carrier, n_carried, ahead, dst);
     }
-    return decode_by_blocks(scratch.planes, n, carrier, n_carried, spec, scratch.next_encoded, dst,
-                            isa);
+    return decode_by_blocks(n, carrier, n_carried, spec, scratch, dst, isa);
 }
 
 // Writes `n` items that all equal the one at `item`. Writing long runs of one byte is faster than

@@ -120,13 +120,13 @@ inline UnpackFault unpack_many(const std::vector<UnpackJob>& jobs, bool check_cr
         const std::size_t job = worker.last_job = batch.job_of(item, worker.last_job);
         const EncodedTensor& tensor = batch.tensor(job);
         const std::size_t chunk = item - batch.first_of(job);
-        DecodeScratch scratch{worker.planes.get(), worker.whole.get(), nullptr};
+        DecodeScratch scratch{worker.planes.get(), worker.whole.get(), nullptr, past_cache};
         if (following < n_items) {
             const std::size_t next = batch.job_of(following, job);
             scratch.next_encoded = batch.tensor(next).chunk(following - batch.first_of(next));
         }
         const Status status =
-            decode_plain_chunk(tensor, chunk, check_crc, past_cache, scratch,
+            decode_plain_chunk(tensor, chunk, check_crc, scratch,
                                batch.dst(job) + chunk * tensor.geometry.chunk_nbytes(), isa);
         if (status != Status::kOk) fault.report(item, status);
     });

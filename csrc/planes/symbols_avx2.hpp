@@ -33,25 +33,37 @@ PACKHORSE_AVX2 PACKHORSE_INLINE __m256i bytes_of_bits_avx2(uint32_t bits) {
     return _mm256_cmpeq_epi8(_mm256_and_si256(spread, place), place);
 }
 
-// Adds `kPlanes` raw bit planes from `from` on.
+// `kPlanes` raw bit planes from `from` on, in a block of units that begins with unit `first`.
+template <uint32_t kPlanes>
+struct RawBlockAvx2 {
+    const uint8_t* planes[kPlanes + 1];  // one more, because an array may not be empty
+    __m256i bits[kPlanes + 1];
+
+    PACKHORSE_AVX2 RawBlockAvx2(const RawPlanes& raw, uint32_t from, std::size_t first) {
+        for (uint32_t p = 0; p < kPlanes; ++p) {
+            planes[p] = raw.planes + (from + p) * raw.stride + first / 8;
+            bits[p] = _mm256_set1_epi8(static_cast<char>(1u << raw.bits[from + p]));
+        }
+    }
+
+    // Adds the raw bits of 32 units from unit `at` of the block on.
+    PACKHORSE_AVX2 PACKHORSE_INLINE __m256i add(__m256i bytes, std::size_t at) const {
+        for (uint32_t p = 0; p < kPlanes; ++p)
+            bytes = _mm256_or_si256(
+                bytes,
+                _mm256_and_si256(bytes_of_bits_avx2(load<uint32_t>(planes[p] + at / 8)), bits[p]));
+        return bytes;
+    }
+};
+
 template <uint32_t kPlanes>
 PACKHORSE_AVX2 inline void add_raw_planes_avx2(const RawPlanes& raw, uint32_t from,
                                                std::size_t first, std::size_t n_blocks,
                                                uint8_t* dst) {
-    const uint8_t* planes[kPlanes];
-    __m256i bits[kPlanes];
-    for (uint32_t p = 0; p < kPlanes; ++p) {
-        planes[p] = raw.planes + (from + p) * raw.stride + first / 8;
-        bits[p] = _mm256_set1_epi8(static_cast<char>(1u << raw.bits[from + p]));
-    }
-    for (std::size_t h = 0; h < 2 * n_blocks; ++h) {
-        auto* const at = reinterpret_cast<__m256i*>(dst + 32 * h);
-        __m256i bytes = _mm256_loadu_si256(at);
-        for (uint32_t p = 0; p < kPlanes; ++p)
-            bytes = _mm256_or_si256(
-                bytes,
-                _mm256_and_si256(bytes_of_bits_avx2(load<uint32_t>(planes[p] + 4 * h)), bits[p]));
-        _mm256_storeu_si256(at, bytes);
+    const RawBlockAvx2<kPlanes> block(raw, from, first);
+    for (std::size_t at = 0; at < 64 * n_blocks; at += 32) {
+        auto* const to = reinterpret_cast<__m256i*>(dst + at);
+        _mm256_storeu_si256(to, block.add(_mm256_loadu_si256(to), at));
     }
 }
 

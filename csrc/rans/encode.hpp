@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "common/dispatch.hpp"
+#include "rans/codes_avx2.hpp"
 #include "rans/encode_avx2.hpp"
 #include "rans/encode_avx512.hpp"
 #include "rans/encode_halves_avx512.hpp"
@@ -124,6 +125,9 @@ struct CodeMap {
     uint8_t escape_code;
     bool has_escape;
     uint8_t code_of[256];  // by byte
+    // For AVX2: the same by symbol, from `base` on, with the bits of escape_code flipped.
+    uint32_t n_tables;  // of 16 symbols
+    uint8_t flipped_code_of[256];
 };
 
 inline void fill_code_map(const RansModel& model, CodeMap& map) {
@@ -137,6 +141,11 @@ inline void fill_code_map(const RansModel& model, CodeMap& map) {
     const std::size_t n_bytes = std::size_t{1} << model.raw_bits;
     for (uint32_t c = 0; c < model.n_symbols; ++c)
         std::memset(map.code_of + model.symbols[c] * n_bytes, static_cast<int>(c), n_bytes);
+    map.n_tables = (model.n_in_range() + 15) / 16;
+    std::memset(map.flipped_code_of, 0, sizeof map.flipped_code_of);
+    for (uint32_t c = 0; c < model.n_symbols; ++c)
+        map.flipped_code_of[model.symbols[c] - map.base] =
+            static_cast<uint8_t>(c ^ map.escape_code);
 }
 
 // Shifts eight bytes at a time, because vectors cannot shift bytes.
@@ -156,32 +165,32 @@ PACKHORSE_INLINE void subtract_base(const uint8_t* symbols, std::size_t n, uint8
     }
 }
 
-inline void look_up_bytes(const uint8_t* bytes, std::size_t n, const uint8_t* table, uint8_t* dst,
-                          Isa isa) {
-    std::size_t i = 0;
-#if PACKHORSE_X86
-    if (isa >= Isa::kAvx512Vbmi2) i = look_up_vbmi2(bytes, n, table, dst);
-#endif
-    (void)isa;
-    for (; i < n; ++i) dst[i] = table[bytes[i]];
-}
-
 // Maps bytes to codes. Returns false if surely none of them is the escape.
 inline bool map_units(const uint8_t* plane, std::size_t n, const CodeMap& map, uint8_t* codes,
                       Isa isa) {
-    if (!map.consecutive) {
-        look_up_bytes(plane, n, map.code_of, codes, isa);
-        return true;
-    }
     const uint8_t base = map.base, escape_code = map.escape_code;
     const uint32_t raw_bits = map.raw_bits;
     std::size_t done = 0;
 #if PACKHORSE_X86
     bool escaped = false;
-    if (isa >= Isa::kAvx512)
+    const SymbolRange range{raw_bits, base, escape_code};
+    if (map.consecutive && isa >= Isa::kAvx512) {
         done = subtract_base_avx512(plane, n, raw_bits, base, escape_code, codes, escaped);
+    } else if (map.consecutive && isa >= Isa::kAvx2) {
+        done = subtract_base_avx2(plane, n, range, codes, escaped);
+    } else if (isa >= Isa::kAvx512Vbmi2) {
+        done = look_up_vbmi2(plane, n, map.code_of, codes);
+        escaped = true;
+    } else if (isa >= Isa::kAvx2) {
+        done =
+            look_up_codes_avx2(plane, n, range, map.flipped_code_of, map.n_tables, codes, escaped);
+    }
     if (done == n) return escaped;
 #endif
+    if (!map.consecutive) {
+        for (; done < n; ++done) codes[done] = map.code_of[plane[done]];
+        return true;
+    }
     const uint8_t* const rest = plane + done;
     const std::size_t n_rest = n - done;
     uint8_t* const dst = codes + done;

@@ -65,7 +65,7 @@ class ChainWorker {
                     return {Status::kBadField, i, chunk};
                 DecodeScratch scratch{decoder_->planes.get(), decoder_->whole.get(), nullptr};
                 const Status status =
-                    decode_checked(link, chunk, check_crc, false, scratch, *decoder_,
+                    decode_checked(link, chunk, check_crc, scratch, *decoder_,
                                    place + (at - first) * link.geometry.spec.unit_nbytes, isa_);
                 if (status != Status::kOk) return {status, i, chunk};
             }

@@ -179,7 +179,7 @@ inline Status check_around(const EncodedTensor& tensor, std::size_t index, bool 
 // Checks the bytes of chunk `index` that are outside of its streams, then decodes it to `dst`. The
 // chunk does not need the base.
 inline Status decode_plain_chunk(const EncodedTensor& tensor, std::size_t index, bool check_crc,
-                                 bool past_cache, DecodeScratch& scratch, uint8_t* dst, Isa isa) {
+                                 DecodeScratch& scratch, uint8_t* dst, Isa isa) {
     const uint8_t* const chunk = tensor.chunk(index);
     const std::size_t nbytes = tensor.nbytes_of(index);
     const std::size_t n = tensor.geometry.units_of(index);
@@ -188,7 +188,7 @@ inline Status decode_plain_chunk(const EncodedTensor& tensor, std::size_t index,
     const uint32_t stored = make_descriptor(Mode::kStored, n * spec.unit_nbytes);
     if (check_crc && !spec.splits() && row[1] == stored && descriptor_nbytes(stored) == nbytes) {
         uint32_t crc = ~0u;  // there is no padding to check
-        copy_with_crc(chunk, nbytes, dst, crc, past_cache, isa);
+        copy_with_crc(chunk, nbytes, dst, crc, scratch.past_cache, isa);
         return ~crc == row[0] ? Status::kOk : Status::kChecksum;
     }
     const Status around = check_around(tensor, index, check_crc, isa);
@@ -201,11 +201,10 @@ inline Status decode_plain_chunk(const EncodedTensor& tensor, std::size_t index,
 
 // Does the same with any chunk.
 inline Status decode_checked(const EncodedTensor& tensor, std::size_t index, bool check_crc,
-                             bool past_cache, DecodeScratch& scratch, DecodeWorker& worker,
-                             uint8_t* dst, Isa isa) {
+                             DecodeScratch& scratch, DecodeWorker& worker, uint8_t* dst, Isa isa) {
     const uint32_t descriptor = tensor.row(index)[1];
     if (!is_from_base(descriptor_mode(descriptor)))
-        return decode_plain_chunk(tensor, index, check_crc, past_cache, scratch, dst, isa);
+        return decode_plain_chunk(tensor, index, check_crc, scratch, dst, isa);
     const Status around = check_around(tensor, index, check_crc, isa);
     if (around != Status::kOk) return around;
     const uint8_t* const chunk = tensor.chunk(index);
@@ -216,7 +215,7 @@ inline Status decode_checked(const EncodedTensor& tensor, std::size_t index, boo
         return decode_sparse(
             chunk, descriptor_nbytes(descriptor), n, unit_nbytes, tensor.base.is_float,
             chunk_base(tensor.base, first, n, unit_nbytes, worker.cast_memory(n, unit_nbytes), isa),
-            worker.changes, past_cache, dst, isa);
+            worker.changes, scratch.past_cache, dst, isa);
     return decode_delta(chunk, descriptor_nbytes(descriptor), n, first, unit_nbytes, tensor.base,
                         *worker.delta, worker.differences.get(), dst, isa);
 }
@@ -249,10 +248,11 @@ struct DecodeResult {
 };
 
 // Decodes bytes [start, start + nbytes) of a tensor to `dst`. The range must be inside the tensor.
-// The table may be unchecked. Chunks of mode zstd are an error here.
+// The table may be unchecked. Chunks of mode zstd are an error here. A range of at least
+// `past_cache_nbytes` bytes is written past the cache.
 inline DecodeResult decode_tensor(const EncodedTensor& tensor, std::size_t start, uint8_t* dst,
-                                  std::size_t nbytes, bool check_crc, std::size_t threads,
-                                  Isa isa) {
+                                  std::size_t nbytes, bool check_crc, std::size_t threads, Isa isa,
+                                  std::size_t past_cache_nbytes = kPastCacheMinNbytes) {
     if (nbytes == 0) return {Status::kOk, 0};
     const Geometry& geometry = tensor.geometry;
     const std::size_t stop = start + nbytes;
@@ -287,10 +287,10 @@ inline DecodeResult decode_tensor(const EncodedTensor& tensor, std::size_t start
         uint8_t* const partial = workers[w].partial.data();
         const bool more = item + n_workers < n_wanted;
         DecodeScratch scratch{workers[w].planes.get(), workers[w].whole.get(),
-                              more ? tensor.chunk(chunk + n_workers) : nullptr};
-        const bool past_cache = whole && nbytes >= kPastCacheMinNbytes;
-        const Status status = decode_checked(tensor, chunk, check_crc, past_cache, scratch,
-                                             workers[w], whole ? out : partial, isa);
+                              more ? tensor.chunk(chunk + n_workers) : nullptr,
+                              whole && nbytes >= past_cache_nbytes};
+        const Status status = decode_checked(tensor, chunk, check_crc, scratch, workers[w],
+                                             whole ? out : partial, isa);
         if (status != Status::kOk)
             fault.report(chunk, status);
         else if (!whole)

@@ -68,7 +68,7 @@ class ChunkReader {
     Status decode_to(std::size_t chunk, bool check_crc, uint8_t* units) {
         DecodeWorker& memory = worker();
         DecodeScratch scratch{memory.planes.get(), memory.whole.get(), nullptr};
-        return decode_checked(tensor_, chunk, check_crc, false, scratch, memory, units, isa_);
+        return decode_checked(tensor_, chunk, check_crc, scratch, memory, units, isa_);
     }
 
     // Lists the changes of a chunk of mode sparse delta, in ascending order if they are to be

@@ -225,6 +225,31 @@ def test_coders_round_trip_on_every_path(mode: Mode, n_values: int) -> None:
     assert n_coded >= 2, "most planes here should pay"
 
 
+@pytest.mark.parametrize("raw_bits", range(5))
+@pytest.mark.parametrize("reach", [9, 16, 17, 50, 256])
+def test_alphabets_with_gaps_above_raw_bits(reach: int, raw_bits: int) -> None:
+    """Every third symbol of a range is missing, but for rare ones, which may escape."""
+    rng = np.random.default_rng([reach, raw_bits])
+    reach = min(reach, 256 >> raw_bits)
+    n_coded = 0
+    for n in (1023, 8192, 9001):
+        found = np.minimum(rng.geometric(0.4, n) * 3 // 2, reach - 1)
+        found[rng.integers(0, n, 3)] = rng.integers(0, reach, 3)
+        symbol = found + rng.integers(0, (256 >> raw_bits) - reach + 1)
+        plane = (symbol << raw_bits | rng.integers(0, 1 << raw_bits, n)).astype(np.uint8).tobytes()
+        streams = set()
+        for isa in ISAS:
+            with forced(isa):
+                streams.add(encode_plane(guarded(plane), Mode.RANS))
+        assert len(streams) == 1, "the paths' bytes differ"
+        stream = streams.pop()
+        if stream is None:
+            continue
+        n_coded += 1
+        check_stream_by_reference(plane, Mode.RANS, stream)
+    assert n_coded >= 2, "most planes here should pay"
+
+
 # Frequencies of these planes reach from 1 to 4095 of 4096, and rare values become escapes.
 @pytest.mark.parametrize("n_values", [2, 3, 20, 31, 40])
 @pytest.mark.parametrize("n", [1024, 1039, 4096, 8191])
