@@ -171,8 +171,8 @@ inline Status next_block(PlaneDecoder* planes, std::size_t first, std::size_t n,
 inline bool merges_past_cache(const PlaneDecoder* planes, const PlaneSpec& spec, const uint8_t* dst,
                               Isa isa) {
 #if PACKHORSE_X86
-    if (isa >= Isa::kAvx512 || isa < Isa::kAvx2 || reinterpret_cast<uintptr_t>(dst) % 16 != 0)
-        return false;
+    if (isa >= Isa::kAvx512) return can_merge_past_cache_avx512(spec, dst);
+    if (isa < Isa::kAvx2 || reinterpret_cast<uintptr_t>(dst) % 16 != 0) return false;
     if (spec.unit_nbytes == 1) return is_turned(planes, spec);
     return spec.unit_nbytes == 2 || spec.unit_nbytes == 4;
 #else
@@ -181,12 +181,13 @@ inline bool merges_past_cache(const PlaneDecoder* planes, const PlaneSpec& spec,
 #endif
 }
 
-// Decodes a whole block and merges it past the cache. Raw bits of plane 0 are added on the way.
+// Decodes a whole block and merges it past the cache. With AVX2, raw bits of plane 0 are added on
+// the way.
 inline Status write_block_past_cache(PlaneDecoder* planes, std::size_t first, const PlaneSpec& spec,
                                      uint8_t* dst, Ahead& ahead, Isa isa) {
     const RawPlanes none{};
-    const bool adds_late = planes[0].mode == Mode::kRans && spec.unit_nbytes <= 2 &&
-                           planes[0].rans.raw.n <= kMaxRawPlanes;
+    const bool adds_late = isa < Isa::kAvx512 && planes[0].mode == Mode::kRans &&
+                           spec.unit_nbytes <= 2 && planes[0].rans.raw.n <= kMaxRawPlanes;
     const uint8_t* sources[kMaxPlanes];
     for (uint32_t p = 0; p < spec.n_planes; ++p) {
         const Status status = next_units(planes[p], first, kBlockUnits, p > 0 || !adds_late,
@@ -194,8 +195,11 @@ inline Status write_block_past_cache(PlaneDecoder* planes, std::size_t first, co
         if (status != Status::kOk) return status;
     }
 #if PACKHORSE_X86
-    merge_past_cache_avx2(sources, adds_late ? planes[0].rans.raw : none, first, kBlockUnits, spec,
-                          dst);
+    if (isa >= Isa::kAvx512)
+        merge_past_cache_avx512(sources, kBlockUnits, spec, dst);
+    else
+        merge_past_cache_avx2(sources, adds_late ? planes[0].rans.raw : none, first, kBlockUnits,
+                              spec, dst);
 #else
     (void)none, (void)dst;
 #endif

@@ -113,14 +113,18 @@ inline UnpackFault unpack_many(const std::vector<UnpackJob>& jobs, bool check_cr
     for (std::size_t w = 0; w < n_workers && n_items > 0; ++w)
         workers.emplace_back(batch, jobs.size());
     FirstFault fault;
-    const bool past_cache = batch.nbytes() >= kPastCacheMinNbytes;
+    std::vector<uint8_t> past_cache;
+    for (std::size_t job = 0; job < jobs.size(); ++job)
+        past_cache.push_back(
+            prepare_output(batch.dst(job), batch.tensor(job).geometry.nbytes(), batch.nbytes()));
     parallel_runs(n_items, n_workers, [&](std::size_t w, std::size_t item, std::size_t following) {
         if (fault.is_before(item)) return;
         UnpackWorker& worker = workers[w];
         const std::size_t job = worker.last_job = batch.job_of(item, worker.last_job);
         const EncodedTensor& tensor = batch.tensor(job);
         const std::size_t chunk = item - batch.first_of(job);
-        DecodeScratch scratch{worker.planes.get(), worker.whole.get(), nullptr, past_cache};
+        DecodeScratch scratch{worker.planes.get(), worker.whole.get(), nullptr,
+                              past_cache[job] != 0};
         if (following < n_items) {
             const std::size_t next = batch.job_of(following, job);
             scratch.next_encoded = batch.tensor(next).chunk(following - batch.first_of(next));

@@ -9,8 +9,8 @@
 
 namespace packhorse {
 
-// What bytes of parts cost, in 2^-8 bits.
-struct PartPrices {
+// A number for each byte of parts: what it costs, in 2^-8 bits, or how often it occurs.
+struct PartTable {
     static constexpr uint32_t kBits = 8;
     uint32_t literal[8][256];
     uint32_t distance[kDistanceNbytes][256];
@@ -22,29 +22,52 @@ struct PartPrices {
 inline uint32_t log2_price(uint32_t x) {
     const auto width = static_cast<uint32_t>(std::bit_width(x));
     const uint32_t beyond = width > 12 ? width - 12 : 0;
-    return (log2_fixed(x >> beyond) >> (kCostBits - PartPrices::kBits)) +
-           (beyond << PartPrices::kBits);
+    return (log2_fixed(x >> beyond) >> (kCostBits - PartTable::kBits)) +
+           (beyond << PartTable::kBits);
 }
 
-// Prices of one byte plane of `n` items of `step` bytes.
-inline void price_bytes(const uint8_t* bytes, std::size_t n, std::size_t step,
-                        uint32_t (&prices)[256]) {
-    constexpr uint32_t kUnseen = 14 << PartPrices::kBits, kMost = 12 << PartPrices::kBits;
-    uint32_t counts[256] = {};
+// How often bytes of parts occur.
+struct PartCounts {
+    PartTable bytes;
+    std::size_t n_literals;
+    std::size_t n_matches;
+};
+
+inline void count_bytes_of(const uint8_t* bytes, std::size_t n, std::size_t step,
+                           uint32_t (&counts)[256]) {
     for (std::size_t i = 0; i < n; ++i) ++counts[bytes[i * step]];
-    const uint32_t all = log2_price(static_cast<uint32_t>(n + 1));
+}
+
+// Adds the parts of some numbers.
+inline void count_parts(const MatchParts& parts, std::size_t number_nbytes, PartCounts& sum) {
+    const MatchCounts& counts = parts.counts;
+    for (std::size_t b = 0; b < number_nbytes; ++b)
+        count_bytes_of(parts.literals + b, counts.n_literals, number_nbytes, sum.bytes.literal[b]);
+    const auto* const distances = reinterpret_cast<const uint8_t*>(parts.distances);
+    for (std::size_t b = 0; b < kDistanceNbytes; ++b)
+        count_bytes_of(distances + b, counts.n_matches, kDistanceNbytes, sum.bytes.distance[b]);
+    count_bytes_of(parts.runs, counts.n_run_bytes, 1, sum.bytes.run);
+    count_bytes_of(parts.lengths, counts.n_length_bytes, 1, sum.bytes.length);
+    sum.n_literals += counts.n_literals;
+    sum.n_matches += counts.n_matches;
+}
+
+inline void price_bytes(const uint32_t (&counts)[256], uint32_t (&prices)[256]) {
+    constexpr uint32_t kUnseen = 14 << PartTable::kBits, kMost = 12 << PartTable::kBits;
+    uint32_t n = 1;
+    for (const uint32_t count : counts) n += count;
+    const uint32_t all = log2_price(n);
     for (uint32_t v = 0; v < 256; ++v)
         prices[v] = counts[v] == 0 ? kUnseen : std::min(all - log2_price(counts[v]), kMost);
 }
 
-inline void price_parts(const MatchParts& parts, std::size_t number_nbytes, PartPrices& prices) {
+inline void price_parts(const PartCounts& counts, std::size_t number_nbytes, PartTable& prices) {
     for (std::size_t b = 0; b < number_nbytes; ++b)
-        price_bytes(parts.literals + b, parts.counts.n_literals, number_nbytes, prices.literal[b]);
-    const auto* const distances = reinterpret_cast<const uint8_t*>(parts.distances);
+        price_bytes(counts.bytes.literal[b], prices.literal[b]);
     for (std::size_t b = 0; b < kDistanceNbytes; ++b)
-        price_bytes(distances + b, parts.counts.n_matches, kDistanceNbytes, prices.distance[b]);
-    price_bytes(parts.runs, parts.counts.n_run_bytes, 1, prices.run);
-    price_bytes(parts.lengths, parts.counts.n_length_bytes, 1, prices.length);
+        price_bytes(counts.bytes.distance[b], prices.distance[b]);
+    price_bytes(counts.bytes.run, prices.run);
+    price_bytes(counts.bytes.length, prices.length);
 }
 
 // The cheapest way to a number of a segment, and its last step.
@@ -56,10 +79,11 @@ struct Arrival {
 };
 
 constexpr std::size_t kSegmentNumbers = 8192;
-constexpr std::size_t kLongestTried = 128;  // a longer match is taken as it is
+constexpr std::size_t kLongestTried = 128;  // a match of this length or more is taken as it is
 constexpr std::size_t kArrivals = kSegmentNumbers + 1;
-// If the next number costs at most so much more than this one, no match is looked for here.
-constexpr uint32_t kSmallStep = 1 << PartPrices::kBits;
+// If the cheapest way to the next number costs at most so much more than that to this one, no match
+// is looked for here.
+constexpr uint32_t kSmallStep = 1 << PartTable::kBits;
 
 template <class Number>
 class CheapestParse : MatchTables<Number, kMaxSearch> {
@@ -68,7 +92,7 @@ class CheapestParse : MatchTables<Number, kMaxSearch> {
     using Tables::numbers_;
 
   public:
-    CheapestParse(const Number* numbers, std::size_t n, const PartPrices& prices, uint32_t* places,
+    CheapestParse(const Number* numbers, std::size_t n, const PartTable& prices, uint32_t* places,
                   Arrival* arrivals)
         : Tables(numbers, n, places), prices_(prices), arrivals_(arrivals) {}
 
@@ -172,7 +196,7 @@ class CheapestParse : MatchTables<Number, kMaxSearch> {
         }
     }
 
-    const PartPrices& prices_;
+    const PartTable& prices_;
     Arrival* arrivals_;
 };
 

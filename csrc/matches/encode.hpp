@@ -79,22 +79,28 @@ inline void find_matches(const Number* numbers, std::size_t n, const MatchPrices
     MatchFinder<Number, kSearch>(numbers, n, prices, memory.places).find(memory.parts);
 }
 
-// For level max: a quick search in half of the numbers gives prices. The cheapest way pays where
-// there are many matches that are not long; with few, or long ones, waiting finds about the same.
+// For level max: a quick search in the first and the last quarter of the numbers gives prices. The
+// cheapest way pays where there are many matches that are not long; with few, or long ones, waiting
+// finds about the same.
 template <class Number>
 inline void find_cheapest(const Number* numbers, std::size_t n, const MatchPrices& prices,
                           MatchMemory& memory) {
-    constexpr std::size_t kLeast = std::size_t{1} << 17, kLong = 64;
-    const std::size_t n_priced = std::min(n, std::max(n / 2, kLeast));
-    find_matches<Number, kDefaultSearch>(numbers, n_priced, prices, memory);
-    const MatchCounts& counts = memory.parts.counts;
+    constexpr std::size_t kFew = std::size_t{1} << 17, kLong = 64;
+    const std::size_t part = n > kFew ? n / 4 : n;
+    PartCounts counts{};
+    std::size_t n_priced = 0;
+    for (std::size_t at = 0; at + part <= n; at += std::max(n - part, part)) {
+        find_matches<Number, kDefaultSearch>(numbers + at, part, prices, memory);
+        count_parts(memory.parts, sizeof(Number), counts);
+        n_priced += part;
+    }
     const std::size_t n_matched = n_priced - counts.n_literals;
     if (n_matched < n_priced / 16 || n_matched > kLong * counts.n_matches) {
         find_matches<Number, kMaxSearch>(numbers, n, prices, memory);
         return;
     }
-    PartPrices exact;
-    price_parts(memory.parts, sizeof(Number), exact);
+    PartTable exact;
+    price_parts(counts, sizeof(Number), exact);
     CheapestParse<Number>(numbers, n, exact, memory.places, memory.arrivals).find(memory.parts);
 }
 

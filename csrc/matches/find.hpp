@@ -1,4 +1,4 @@
-// Finds runs of numbers that occurred before in the chunk, with little effort.
+// Finds runs of numbers that occurred before in the chunk, by looking one number ahead at most.
 //
 // At each number the longest run from the places of the tables, and from the distance of the match
 // before, is compared with what its numbers would cost as literals. Above level fast, a match waits

@@ -46,7 +46,7 @@ struct MatchSearch {
 
 constexpr MatchSearch kFastSearch{1, 15, 0, false, 4};
 constexpr MatchSearch kDefaultSearch{2, 15, 14, true, 4};
-constexpr MatchSearch kMaxSearch{24, 14, 16, true, 8};
+constexpr MatchSearch kMaxSearch{32, 14, 16, true, 8};
 
 constexpr MatchSearch search_of(Level level) {
     return level == Level::kFast      ? kFastSearch

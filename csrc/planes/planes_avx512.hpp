@@ -46,6 +46,14 @@ PACKHORSE_AVX512 inline void split16_block_avx512(const uint8_t* src, uint8_t* p
     split16_lines_avx512(lines, plane0, plane1);
 }
 
+// Past the cache, lines are written whole, so that they need not be read first.
+template <bool kPastCache>
+PACKHORSE_AVX512 PACKHORSE_INLINE void put_line_avx512(uint8_t* dst, __m512i line) {
+    kPastCache ? _mm512_stream_si512(reinterpret_cast<__m512i*>(dst), line)
+               : _mm512_storeu_si512(dst, line);
+}
+
+template <bool kPastCache>
 PACKHORSE_AVX512 inline void merge16_block_avx512(const uint8_t* plane0, const uint8_t* plane1,
                                                   uint8_t* dst) {
     const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
@@ -54,8 +62,9 @@ PACKHORSE_AVX512 inline void merge16_block_avx512(const uint8_t* plane0, const u
     const __m512i rotated[2] = {_mm512_unpacklo_epi8(lower, upper),
                                 _mm512_unpackhi_epi8(lower, upper)};
     for (int h = 0; h < 2; ++h)
-        _mm512_storeu_si512(dst + 64 * h, _mm512_or_si512(_mm512_srli_epi16(rotated[h], 1),
-                                                          _mm512_slli_epi16(rotated[h], 15)));
+        put_line_avx512<kPastCache>(
+            dst + 64 * h,
+            _mm512_or_si512(_mm512_srli_epi16(rotated[h], 1), _mm512_slli_epi16(rotated[h], 15)));
 }
 
 // The bytes of 16 units of 32 bits as four runs of 16 bytes, most significant first.
@@ -121,14 +130,15 @@ PACKHORSE_AVX512 inline void split32_block_avx512(const uint8_t* src, std::size_
     split32_lines_avx512<kFloat>(lines, at, planes);
 }
 
-template <bool kFloat>
+template <bool kFloat, bool kPastCache>
 PACKHORSE_AVX512 inline void merge32_block_avx512(const uint8_t* const* planes, std::size_t at,
                                                   uint8_t* dst) {
     __m512i rows[4];
     for (int p = 0; p < 4; ++p) rows[p] = _mm512_loadu_si512(planes[p] + at);
     if constexpr (kFloat) unrotate_pair_avx512(rows[0], rows[1]);
     transpose_runs_avx512(rows);
-    for (int r = 0; r < 4; ++r) _mm512_storeu_si512(dst + 64 * r, scatter_bytes32_avx512(rows[r]));
+    for (int r = 0; r < 4; ++r)
+        put_line_avx512<kPastCache>(dst + 64 * r, scatter_bytes32_avx512(rows[r]));
 }
 
 // Returns how many units, a multiple of 64, the intrinsics have processed.
@@ -157,6 +167,8 @@ PACKHORSE_AVX512 inline std::size_t split_blocks_avx512(const uint8_t* src, std:
     return 0;
 }
 
+// Returns how many units, a multiple of 64, the intrinsics have merged.
+template <bool kPastCache>
 PACKHORSE_AVX512 inline std::size_t merge_blocks_avx512(const uint8_t* const* planes, std::size_t n,
                                                         const PlaneSpec& spec, uint8_t* dst) {
     const std::size_t n_blocks = n / 64;
@@ -168,15 +180,15 @@ PACKHORSE_AVX512 inline std::size_t merge_blocks_avx512(const uint8_t* const* pl
     }
     if (spec.unit_nbytes == 2 && spec.rotation == 1) {
         for (std::size_t b = 0; b < n_blocks; ++b)
-            merge16_block_avx512(planes[0] + 64 * b, planes[1] + 64 * b, dst + 128 * b);
+            merge16_block_avx512<kPastCache>(planes[0] + 64 * b, planes[1] + 64 * b, dst + 128 * b);
         return 64 * n_blocks;
     }
     if (spec.unit_nbytes == 4) {
         for (std::size_t b = 0; b < n_blocks; ++b)
             if (spec.rotation == 1)
-                merge32_block_avx512<true>(planes, 64 * b, dst + 256 * b);
+                merge32_block_avx512<true, kPastCache>(planes, 64 * b, dst + 256 * b);
             else
-                merge32_block_avx512<false>(planes, 64 * b, dst + 256 * b);
+                merge32_block_avx512<false, kPastCache>(planes, 64 * b, dst + 256 * b);
         return 64 * n_blocks;
     }
     return 0;
@@ -189,7 +201,39 @@ PACKHORSE_AVX512 inline void split_avx512(const uint8_t* src, std::size_t n, con
 
 PACKHORSE_AVX512 inline void merge_avx512(const uint8_t* const* planes, std::size_t n,
                                           const PlaneSpec& spec, uint8_t* dst) {
-    merge_rest(planes, n, spec, merge_blocks_avx512(planes, n, spec, dst), dst);
+    merge_rest(planes, n, spec, merge_blocks_avx512<false>(planes, n, spec, dst), dst);
+}
+
+// Whether merge_blocks_avx512() has a loop for units, and some of them begin where lines do.
+inline bool can_merge_past_cache_avx512(const PlaneSpec& spec, const uint8_t* dst) {
+    const std::size_t unit = spec.unit_nbytes;
+    return ((unit == 2 && spec.rotation == 1) || unit == 4) &&
+           reinterpret_cast<uintptr_t>(dst) % unit == 0;
+}
+
+// Does the same past the cache, if that can be, with at least 128 units. What does not fill a line,
+// at both ends, is merged aside.
+PACKHORSE_AVX512 inline void merge_past_cache_avx512(const uint8_t* const* planes, std::size_t n,
+                                                     const PlaneSpec& spec, uint8_t* dst) {
+    constexpr std::size_t kBlock = 64;
+    const std::size_t unit = spec.unit_nbytes, shift = -reinterpret_cast<uintptr_t>(dst) % 64;
+    alignas(64) uint8_t aside[kBlock * sizeof(uint32_t)];
+    const uint8_t* from[kMaxPlanes];
+    const std::size_t head = shift / unit, tail = (n - head) % kBlock;
+    const auto merge_from = [&](std::size_t at) {
+        for (uint32_t p = 0; p < spec.n_planes; ++p) from[p] = planes[p] + at;
+    };
+    if (head > 0) {
+        merge_avx512(planes, kBlock, spec, aside);
+        std::memcpy(dst, aside, shift);
+    }
+    merge_from(head);
+    merge_blocks_avx512<true>(from, n - head - tail, spec, dst + shift);
+    if (tail > 0) {
+        merge_from(n - kBlock);
+        merge_avx512(from, kBlock, spec, aside);
+        std::memcpy(dst + (n - tail) * unit, aside + (kBlock - tail) * unit, tail * unit);
+    }
 }
 
 #endif

@@ -274,6 +274,7 @@ inline DecodeResult decode_tensor(const EncodedTensor& tensor, std::size_t start
         for (DecodeWorker& worker : workers)
             worker.partial.resize(geometry.largest_units() * geometry.spec.unit_nbytes);
     FirstFault fault;
+    const bool past_cache = prepare_output(dst, nbytes, nbytes, past_cache_nbytes);
     parallel_for(n_wanted, n_workers, [&](std::size_t w, std::size_t item) {
         const std::size_t chunk = first + item;
         if (fault.is_before(chunk)) return;
@@ -288,7 +289,7 @@ inline DecodeResult decode_tensor(const EncodedTensor& tensor, std::size_t start
         const bool more = item + n_workers < n_wanted;
         DecodeScratch scratch{workers[w].planes.get(), workers[w].whole.get(),
                               more ? tensor.chunk(chunk + n_workers) : nullptr,
-                              whole && nbytes >= past_cache_nbytes};
+                              whole && past_cache};
         const Status status = decode_checked(tensor, chunk, check_crc, scratch, workers[w],
                                              whole ? out : partial, isa);
         if (status != Status::kOk)

@@ -1,13 +1,17 @@
-"""Outputs of 12 MiB and more, which the core writes past the cache."""
+"""Outputs of 12 MiB and more, which the core writes past the cache if their memory was used
+before."""
+
+import mmap
 
 import numpy as np
 import pytest
 from codec_battery import ISAS, forced, make_data, tensor_shape
 
 from packhorse.frame import Frame, compress_buffer
+from packhorse.frame.many import UnpackJob, decompress_many
 
 NBYTES = (12 << 20) + 4096
-OFFSETS = (0, 16, 32, 48, 4)  # of an output from a multiple of 64 bytes
+OFFSETS = (0, 16, 32, 48, 4, 62, 7)  # of an output from a multiple of 64 bytes
 SENTINEL = 0xA5
 
 
@@ -41,6 +45,47 @@ def test_large_outputs_at_every_offset(dtype: str, kind: str, isa: str) -> None:
     with forced(isa):
         for i, offset in enumerate(OFFSETS if kind == "weights" else OFFSETS[1:2]):
             check_output(frame, data, offset, 1 + i % 2)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_many_tensors_at_every_offset(isa: str) -> None:
+    sizes = [70_000, 131_072, 131_200, 32_775, 300_001, 17, 0, 1_000_001]
+    data = [
+        make_data("weights", dtype, n)
+        for dtype in ("BF16", "F32", "F16", "I32", "F8_E5M2", "F64")
+        for n in sizes
+    ]
+    dtypes = [dtype for dtype in ("BF16", "F32", "F16", "I32", "F8_E5M2", "F64") for _ in sizes]
+    frames = [
+        compress_buffer(some, dtype, tensor_shape(some, dtype))
+        for some, dtype in zip(data, dtypes, strict=True)
+    ]
+    memory = np.full(sum(map(len, data)) + 256 * len(data), SENTINEL, np.uint8)
+    places, at = [], 64
+    for i, some in enumerate(data):
+        places.append(slice(at + i, at + i + len(some)))
+        at = places[-1].stop + 64
+    assert sum(map(len, data)) > 12 << 20
+    jobs = [UnpackJob(frame, memory[place]) for frame, place in zip(frames, places, strict=True)]
+    with forced(isa):
+        for threads in (1, 2):
+            memory[:] = SENTINEL
+            decompress_many(jobs, threads=threads)
+            for some, place in zip(data, places, strict=True):
+                assert memory[place].tobytes() == some
+                memory[place] = SENTINEL
+            assert (memory == SENTINEL).all()
+
+
+def test_new_memory_is_right_too() -> None:
+    data = make_data("weights", "F32", NBYTES // 4)
+    frame = compress_buffer(data, "F32", tensor_shape(data, "F32"))
+    for _ in range(2):
+        memory = mmap.mmap(-1, len(data) + 8192)
+        frame.decompress_into(memoryview(memory)[100 : 100 + len(data)])
+        assert memory[100 : 100 + len(data)] == data
+        assert not any(memory[:100])
+        assert not any(memory[100 + len(data) :])
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -45,9 +45,9 @@ _FEW = 1 / 64  # at this share or less, zstd is faster than matches, ...
 _MATCHES_MUST_SAVE = 1 / 16  # ... which must save this share of its size; but bytes ...
 # ... decode faster by matches, which may take this many times its size below level `max`
 _BYTES_MAY_TAKE = 2
-# Matches that take this share of what zstd takes in one piece are better: of what it takes at level
-# `default`, because `max` is slow; there it takes at most a third less.
-_CLEARLY_LESS, _CLEARLY_LESS_THAN_DEFAULT = 3 / 4, 2 / 3
+# Matches that take this share of what zstd takes in one piece are better. At level `max` a quicker
+# search of zstd is asked, of whose bytes the real one took .84 at least.
+_CLEARLY_LESS = {Level.FAST: 0.75, Level.DEFAULT: 0.75, Level.MAX: 0.84}
 _REPETITIVE = 7 / 8  # a float's last plane that takes this share or less hints at repetition
 _NOISE = 7 / 8  # planes that take more look like noise: a glance comes before the trials
 
@@ -182,7 +182,7 @@ def _estimate_whole(source: Source, level: Level, planes_nbytes: int) -> tuple[i
         return zstd.estimate_nbytes(piece, level)
 
     def zstd_nbytes_soon(piece: ByteArray) -> int:
-        return zstd.estimate_nbytes(piece, min(level, Level.DEFAULT))
+        return zstd.estimate_nbytes(piece, level, is_quick=True)
 
     part = max(_LEAST_PIECE_NBYTES, min(_PIECE_NBYTES, data.size // _PIECE_PART // 8 * 8))
     by_matches = data.size  # other bytes than masks are better with zstd
@@ -193,8 +193,7 @@ def _estimate_whole(source: Source, level: Level, planes_nbytes: int) -> tuple[i
         if is_close and is_long and Split.FLOAT not in source.dtype.splits:
             by_matches = _estimate_pieces(data, match_nbytes, part, _MORE_PIECES)
     by_zstd = _estimate_pieces(data, zstd_nbytes_soon, part, most=1)
-    share = _CLEARLY_LESS_THAN_DEFAULT if level is Level.MAX else _CLEARLY_LESS
-    if by_matches >= by_zstd * share:
+    if by_matches >= by_zstd * _CLEARLY_LESS[level]:
         by_zstd = _estimate_pieces(data, zstd_nbytes, part)
     if min(by_zstd, by_matches) <= data.size * _FEW:  # both are fast there, and matches are long
         by_zstd = _estimate_pieces(data, zstd_nbytes, ZSTD_CHUNK_NBYTES)

@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 _LEVELS = {Level.FAST: 1, Level.DEFAULT: 3, Level.MAX: 12}
+_QUICK_LEVELS = {**_LEVELS, Level.MAX: 9}
 _MAX_HEADER_NBYTES = 18
 _MIN_LONG_NBYTES = 1 << 19  # in a shorter chunk, the ordinary search sees nearly everything
 _SHORT_NBYTES = 1 << 18  # the most that is decoded to memory of its own and copied
@@ -67,25 +68,27 @@ class _Kept(threading.local):
     """What a thread keeps: making one takes longer than coding a small tensor with it."""
 
     def __init__(self) -> None:
-        self.compressors: dict[Level, zstandard.ZstdCompressor] = {}
+        self.compressors: dict[int, zstandard.ZstdCompressor] = {}
         self.decompressor = zstandard.ZstdDecompressor()
 
 
 _kept = _Kept()
 
 
-def estimate_nbytes(piece: ByteArray, level: Level) -> int:
-    """Returns the length of a short piece once it is compressed by the ordinary search."""
+def estimate_nbytes(piece: ByteArray, level: Level, *, is_quick: bool = False) -> int:
+    """Returns the length of a short piece once it is compressed by the ordinary search; or, at
+    level `max`, by a quick one, which takes a fifth of the time and a fifth more bytes at most."""
+    number = _QUICK_LEVELS[level] if is_quick else _LEVELS[level]
     with memory_is_told():
-        return len(_compressor(level).compress(memoryview(piece)))
+        return len(_compressor(number).compress(memoryview(piece)))
 
 
-def _compressor(level: Level) -> zstandard.ZstdCompressor:
-    """This thread's compressor for a level."""
+def _compressor(number: int) -> zstandard.ZstdCompressor:
+    """This thread's compressor for a level of Zstandard."""
     compressors = _kept.compressors
-    if level not in compressors:
-        compressors[level] = zstandard.ZstdCompressor(level=_LEVELS[level], write_checksum=False)
-    return compressors[level]
+    if number not in compressors:
+        compressors[number] = zstandard.ZstdCompressor(level=number, write_checksum=False)
+    return compressors[number]
 
 
 def compress_chunk(chunk: ByteArray, level: Level, *, long_matches: bool = False) -> bytes:
@@ -104,7 +107,7 @@ def compress_chunk(chunk: ByteArray, level: Level, *, long_matches: bool = False
         )
         compressor = zstandard.ZstdCompressor(compression_params=parameters)
     else:
-        compressor = _compressor(level)
+        compressor = _compressor(_LEVELS[level])
     try:  # many chunks are short, so without the cost of a context
         return compressor.compress(memoryview(chunk))
     except zstandard.ZstdError as error:

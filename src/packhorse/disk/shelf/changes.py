@@ -37,6 +37,7 @@ from packhorse.disk.shelf.slots import Slot, content_of, nbytes_of
 from packhorse.disk.shelf.store import Folder
 from packhorse.disk.shelf.versions import State
 from packhorse.errors import CompatibilityError, CorruptionError
+from packhorse.layout import DTYPE_BY_NAME, Level, Split
 from packhorse.threads import map_tensors
 
 __all__ = ["Changes"]
@@ -459,14 +460,19 @@ class Changes:
     def _pack_short(
         self, jobs: list[_Job], sizes: list[int], bases: _Bases
     ) -> dict[int, tuple[Packed, None]]:
-        """Pack the short chunks in one call, as far as they need no base and no plan. Returns them
-        by the numbers of their jobs."""
+        """Pack the short chunks in one call, as far as they need no base and no plan: floats below
+        level `max`. Returns them by the numbers of their jobs."""
+        settings = self._settings
+        if settings.level == Level.MAX:
+            return {}
         contents = {
             i: Content.of(self._records[tensor], slot.data.reshape(-1))
             for i, (tensor, number, slot) in enumerate(jobs)
-            if sizes[i] < SHORT_NBYTES and slot.data is not None and (tensor, number) not in bases
+            if sizes[i] < SHORT_NBYTES
+            and slot.data is not None
+            and (tensor, number) not in bases
+            and Split.FLOAT in DTYPE_BY_NAME[self._records[tensor].dtype].splits
         }
-        settings = self._settings
         packed = settings.planner.pack_short([*contents.values()], settings.level, self.threads)
         return {i: (one, None) for i, one in zip(contents, packed, strict=True) if one is not None}
 
