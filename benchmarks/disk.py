@@ -1,7 +1,8 @@
 """Measure files on a disk: `python benchmarks/disk.py`.
 
-A model is packed, verified and unpacked on a disk, with everything flushed, beside what the disk
-itself can take, `cp`, zstd and zipnn. All ways run in turn, and the medians are printed: GB of the
+A model is packed, verified, unpacked and loaded on a disk, with everything flushed, beside what the
+disk itself can take, `cp`, zstd and zipnn. Loaded tensors are new; safetensors only maps the file,
+so its tensors are copied. All ways run in turn, and the medians are printed: GB of the
 plain model per second, and bytes that reached the disk per second, also as a share of the limit.
 The limit is the best round of three ways to write a file and flush it: incompressible bytes in
 pieces of 16 MiB, past the system's cache or through it with hints to write at once; and `cp`.
@@ -29,9 +30,10 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import safetensors.torch
 from safetensors.numpy import save_file
 
-from packhorse import disk
+from packhorse import disk, numpy, torch
 from packhorse.storage.output_file import PLACING_NBYTES, OutputFile, placed
 
 # Run as a file, a command finds the package `benchmarks` only in the folder that holds it.
@@ -107,9 +109,15 @@ def _measure(model: Path, folder: Path, title: str, args: argparse.Namespace) ->
         "verify": (lambda: disk.verify_file(packed, threads=args.threads), None, False),
         "unpack": (lambda: disk.unpack_file(packed, back, threads=args.threads), back, False),
         "packhorse verify": (lambda: _run([*VERIFY, packed]), None, False),
+        "load, NumPy": (lambda: numpy.load_file(packed, threads=args.threads), None, False),
+        "load, PyTorch": (lambda: torch.load_file(packed, threads=args.threads), None, False),
+        "safetensors and a copy": (lambda: _load_plain(model), None, False),
     }
     if os.access(DROP_CACHES, os.W_OK):
-        ways |= {f"{name}, empty cache": (*ways[name][:2], True) for name in ("pack", "verify")}
+        ways |= {
+            f"{name}, empty cache": (*ways[name][:2], True)
+            for name in ("pack", "verify", "load, PyTorch")
+        }
     if args.rivals:
         ways |= _rivals(model, other)
     seconds: dict[str, list[float]] = defaultdict(list)
@@ -140,6 +148,10 @@ def _measure(model: Path, folder: Path, title: str, args: argparse.Namespace) ->
     for path in (packed, back, other):
         path.unlink(missing_ok=True)
     return is_good
+
+
+def _load_plain(model: Path) -> list[Any]:
+    return [tensor.clone() for tensor in safetensors.torch.load_file(model).values()]
 
 
 def _draw(medians: dict[str, float], written: dict[str, int], nbytes: int, limit: float) -> None:
