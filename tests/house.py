@@ -156,6 +156,7 @@ LAYERS = {
     "arguments": 3,
     "frame": 3,
     "framework": 3,
+    "huge_pages": 3,
     "read_only_rows": 3,
     "reference": 3,
     "torch_dtypes": 3,

@@ -559,6 +559,10 @@ NB_MODULE(_core, m) {
           "rows"_a, "count"_a);
     m.def("will_need", &will_need_all, "ranges"_a);
     m.def("read_now", &read_all_now, "ranges"_a);
+    m.def("count_mappings", &count_mappings);
+    m.def(
+        "want_huge_pages",
+        [](WritableBytes memory) { want_huge_pages(memory.data(), memory.size()); }, "memory"_a);
     m.def("plan_chunks", &plan_chunks, "payload"_a, "table"_a, "geometry"_a);
     m.def("zstd_frame_nbytes", &zstd_frame_nbytes_of, "src"_a, "header_nbytes"_a, "has_checksum"_a);
     bind_weights(m);

@@ -4,11 +4,13 @@
 // read next: badly, if several workers and a sampler meet pages in different places.
 #pragma once
 
+#include <algorithm>
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
 
 #if !defined(_WIN32)
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 #endif
@@ -47,23 +49,37 @@ inline void read_now(const uint8_t* data, std::size_t nbytes) {
 #endif
 }
 
-// Asks for huge pages for memory that will be written as a whole, so that the system is called once
-// for 2 MiB and not for 4 KiB. NumPy asks for its own arrays of this size, PyTorch does not.
-constexpr std::size_t kHugeMinNbytes = 4 << 20;
+// Asks for huge pages for memory that will be written as a whole, so that one page fault brings
+// 2 MiB instead of 4 KiB.
 inline void want_huge_pages(uint8_t* data, std::size_t nbytes) {
-    if (nbytes < kHugeMinNbytes) return;
 #ifdef MADV_HUGEPAGE
     static const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
     const uintptr_t start = (reinterpret_cast<uintptr_t>(data) + page - 1) & ~(page - 1);
     const uintptr_t stop = (reinterpret_cast<uintptr_t>(data) + nbytes) & ~(page - 1);
-    madvise(reinterpret_cast<void*>(start), stop - start, MADV_HUGEPAGE);
+    if (start < stop) madvise(reinterpret_cast<void*>(start), stop - start, MADV_HUGEPAGE);
 #else
     (void)data;
+    (void)nbytes;
 #endif
 }
 
+// The mappings of this process; 0 if the system does not say.
+inline std::size_t count_mappings() {
+    std::size_t n = 0;
+#if defined(__linux__)
+    const int file = open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
+    if (file < 0) return 0;
+    char text[1 << 14];
+    for (ssize_t got; (got = read(file, text, sizeof text)) > 0;)
+        n += static_cast<std::size_t>(std::count(text, text + got, '\n'));
+    close(file);
+#endif
+    return n;
+}
+
 // Whether memory has been used before: the system clears a new page when it is first written, and
-// then the page is in the cache. The middle of the range stands for all of it.
+// then the page is in the cache. The middle of the range stands for all of it. (A page that was
+// only read counts as used.)
 inline bool is_used(const uint8_t* data, std::size_t nbytes) {
 #if defined(__linux__)
     static const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));

@@ -15,21 +15,17 @@
 
 namespace packhorse {
 
-// An output of at least this number of bytes is written past the cache. This is a constant because
-// a virtual machine may not report the size of its cache.
+// An output of at least this number of bytes is written past the cache, if its memory was used
+// before. This is a constant because a virtual machine may not report the size of its cache.
 constexpr std::size_t kPastCacheMinNbytes = 12 << 20;
 
-// Gets memory ready for a tensor that is one of `all_nbytes` bytes. Returns whether it is to be
-// written past the cache, as at least `past_cache_nbytes` bytes are; but new memory is in the
-// cache, because the system clears it when it is first used.
-inline bool prepare_output(uint8_t* dst, std::size_t nbytes, std::size_t all_nbytes,
-                           std::size_t past_cache_nbytes = kPastCacheMinNbytes) {
+// Whether the output of a tensor, one of `all_nbytes` bytes, is written past the cache. New memory
+// is not: it is in the cache, because the system clears it when it is first used.
+inline bool writes_past_cache(const uint8_t* dst, std::size_t nbytes, std::size_t all_nbytes,
+                              std::size_t past_cache_nbytes = kPastCacheMinNbytes) {
     constexpr std::size_t kShortNbytes = 64 << 10;  // not worth the question
     if (past_cache_nbytes == 0) return true;
-    if (nbytes < kShortNbytes || all_nbytes < kHugeMinNbytes) return false;
-    if (is_used(dst, nbytes)) return all_nbytes >= past_cache_nbytes;
-    want_huge_pages(dst, nbytes);
-    return false;
+    return nbytes >= kShortNbytes && all_nbytes >= past_cache_nbytes && is_used(dst, nbytes);
 }
 
 template <bool kPastCache>

@@ -116,7 +116,7 @@ inline UnpackFault unpack_many(const std::vector<UnpackJob>& jobs, bool check_cr
     std::vector<uint8_t> past_cache;
     for (std::size_t job = 0; job < jobs.size(); ++job)
         past_cache.push_back(
-            prepare_output(batch.dst(job), batch.tensor(job).geometry.nbytes(), batch.nbytes()));
+            writes_past_cache(batch.dst(job), batch.tensor(job).geometry.nbytes(), batch.nbytes()));
     parallel_runs(n_items, n_workers, [&](std::size_t w, std::size_t item, std::size_t following) {
         if (fault.is_before(item)) return;
         UnpackWorker& worker = workers[w];

@@ -117,7 +117,8 @@ inline void fill_encode_tables(const RansModel& model, std::size_t n, uint32_t l
     if (has_rest) fill_scalar_tables(model, tables);
 }
 
-// Maps bytes to codes: consecutive symbols by a subtraction, others by a table.
+// Maps bytes to codes: consecutive symbols by a subtraction, others by a table, or by byte shuffles
+// with AVX2 (rans/codes_avx2.hpp).
 struct CodeMap {
     bool consecutive;
     uint32_t raw_bits;

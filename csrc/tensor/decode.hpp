@@ -249,7 +249,7 @@ struct DecodeResult {
 
 // Decodes bytes [start, start + nbytes) of a tensor to `dst`. The range must be inside the tensor.
 // The table may be unchecked. Chunks of mode zstd are an error here. A range of at least
-// `past_cache_nbytes` bytes is written past the cache.
+// `past_cache_nbytes` bytes is written past the cache if it can be (writes_past_cache()).
 inline DecodeResult decode_tensor(const EncodedTensor& tensor, std::size_t start, uint8_t* dst,
                                   std::size_t nbytes, bool check_crc, std::size_t threads, Isa isa,
                                   std::size_t past_cache_nbytes = kPastCacheMinNbytes) {
@@ -274,7 +274,7 @@ inline DecodeResult decode_tensor(const EncodedTensor& tensor, std::size_t start
         for (DecodeWorker& worker : workers)
             worker.partial.resize(geometry.largest_units() * geometry.spec.unit_nbytes);
     FirstFault fault;
-    const bool past_cache = prepare_output(dst, nbytes, nbytes, past_cache_nbytes);
+    const bool past_cache = writes_past_cache(dst, nbytes, nbytes, past_cache_nbytes);
     parallel_for(n_wanted, n_workers, [&](std::size_t w, std::size_t item) {
         const std::size_t chunk = first + item;
         if (fault.is_before(chunk)) return;

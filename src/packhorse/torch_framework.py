@@ -13,6 +13,7 @@ from packhorse.codecs.base import ByteArray
 from packhorse.errors import CompatibilityError
 from packhorse.frame import Frame
 from packhorse.framework import frame_decoder
+from packhorse.huge_pages import LEAST_NBYTES, HugePages
 from packhorse.layout import DTYPE_BY_NAME
 from packhorse.torch_dtypes import NAMES, PAIR_DTYPES, TORCH_DTYPES
 
@@ -25,6 +26,7 @@ _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 _HOST = torch.device("cpu")
 _IS_NEGATED = torch.Tensor.is_neg
+_PAGES = HugePages()
 # Without C64, because such a tensor may be conjugated.
 _CODES = {dtype: DTYPE_BY_NAME[name].code for dtype, name in NAMES.items() if not dtype.is_complex}
 
@@ -61,9 +63,12 @@ class TorchFramework:
         torch_dtype, torch_shape = _form(dtype, shape)
         try:
             # The device is named, because the caller may have made another one the default.
-            return torch.empty(torch_shape, dtype=torch_dtype, device=_HOST)
+            tensor = torch.empty(torch_shape, dtype=torch_dtype, device=_HOST)
         except RuntimeError as error:  # PyTorch's allocator raises nothing more specific
             raise MemoryError(f"no memory for {dtype} of shape {list(shape)}: {error}") from error
+        if tensor.nbytes >= LEAST_NBYTES:
+            _PAGES.want(_bytes_of(tensor))
+        return tensor
 
     def writable(self, tensor: torch.Tensor) -> ByteArray:
         """The bytes of a contiguous host tensor, to write to."""
@@ -216,13 +221,18 @@ class TorchFramework:
             MemoryError: there is not enough memory for one.
         """
         firsts: list[torch.Tensor | None] = [None] * len(forms)
+        large = [False] * len(forms)
         tensors = []
         try:
             for k in numbers:
                 first = firsts[k]
-                # This takes half the time of `torch.empty`.
-                tensor = self.empty(*forms[k]) if first is None else torch.empty_like(first)
-                firsts[k] = tensor
+                if first is None:
+                    tensor = firsts[k] = self.empty(*forms[k])
+                    large[k] = tensor.nbytes >= LEAST_NBYTES
+                else:
+                    tensor = torch.empty_like(first)  # half the time of `torch.empty`
+                    if large[k]:
+                        _PAGES.want(_bytes_of(tensor))
                 tensors.append(tensor)
         except RuntimeError as error:  # as in `empty`
             raise MemoryError(f"no memory for the tensors: {error}") from error
