@@ -32,7 +32,7 @@ struct DecodeScratch {
     PlaneDecoder* planes;                   // one for each plane
     uint8_t* whole;                         // classed_scratch_nbytes(), if any chunk is classed
     const uint8_t* next_encoded = nullptr;  // chunk that this worker will probably decode next
-    bool past_cache = false;                // whether the output would not stay in the cache
+    bool past_cache = false;                // whether blocks may be written past the cache
 };
 
 constexpr std::size_t classed_row_nbytes(std::size_t n) {

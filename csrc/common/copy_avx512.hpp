@@ -17,11 +17,16 @@ PACKHORSE_AVX512 PACKHORSE_INLINE __m512i load_once_avx512(const uint8_t* src) {
     return line;
 }
 
+// Past the cache, lines are written whole, so that they need not be read first.
 template <bool kPastCache>
-PACKHORSE_AVX512 PACKHORSE_INLINE void copy_line_avx512(const uint8_t* src, uint8_t* dst) {
-    const __m512i line = _mm512_loadu_si512(src);
+PACKHORSE_AVX512 PACKHORSE_INLINE void put_line_avx512(uint8_t* dst, __m512i line) {
     kPastCache ? _mm512_stream_si512(reinterpret_cast<__m512i*>(dst), line)
                : _mm512_storeu_si512(dst, line);
+}
+
+template <bool kPastCache>
+PACKHORSE_AVX512 PACKHORSE_INLINE void copy_line_avx512(const uint8_t* src, uint8_t* dst) {
+    put_line_avx512<kPastCache>(dst, _mm512_loadu_si512(src));
     fetch_line_ahead<kPastCache>(src, dst);
 }
 

@@ -1,6 +1,7 @@
 // Turns units of 8, 16 and 32 bits into planes and back with AVX-512, 64 units at a time.
 #pragma once
 
+#include "common/copy_avx512.hpp"
 #include "common/dispatch.hpp"
 #include "common/layout.hpp"
 #include "planes/planes_portable.hpp"
@@ -44,13 +45,6 @@ PACKHORSE_AVX512 inline void split16_block_avx512(const uint8_t* src, uint8_t* p
                                                   uint8_t* plane1) {
     const __m512i lines[2] = {_mm512_loadu_si512(src), _mm512_loadu_si512(src + 64)};
     split16_lines_avx512(lines, plane0, plane1);
-}
-
-// Past the cache, lines are written whole, so that they need not be read first.
-template <bool kPastCache>
-PACKHORSE_AVX512 PACKHORSE_INLINE void put_line_avx512(uint8_t* dst, __m512i line) {
-    kPastCache ? _mm512_stream_si512(reinterpret_cast<__m512i*>(dst), line)
-               : _mm512_storeu_si512(dst, line);
 }
 
 template <bool kPastCache>
