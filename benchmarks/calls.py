@@ -156,6 +156,27 @@ for name, api, items in (("NumPy", packhorse.numpy, arrays), ("PyTorch", packhor
         path = f"{folder}/tensors.ph.safetensors"
         note(f"{name}, save_file", lambda: api.save_file(named, path, threads=1))
         note(f"{name}, load_file", lambda: api.load_file(path, threads=1))
+rng = np.random.default_rng(0)
+kinds = {
+    "48 fp32": lambda: rng.standard_normal(48).astype(np.float32),
+    "192 fp32": lambda: rng.standard_normal(192).astype(np.float32),
+    "192 fp64": lambda: rng.standard_normal(192),
+    "an int64": lambda: np.array(rng.integers(1 << 20)),
+    "512 positions, int64": lambda: np.arange(512),
+    "96 token ids, int64": lambda: rng.integers(0, 50_000, 96),
+    "192 random int32": lambda: rng.integers(-1 << 31, 1 << 31, 192).astype(np.int32),
+    "768 int8 weights": lambda: (rng.standard_normal(768) * 20).astype(np.int8),
+    "768 random bytes": lambda: rng.integers(0, 256, 768, np.uint8),
+    "768 masks": lambda: rng.integers(0, 2, 768).astype(bool),
+    "9,216 int8 weights": lambda: (rng.standard_normal(9216) * 20).astype(np.int8),
+}
+for name, make in kinds.items():
+    items = [make() for _ in range(1000)]
+    packed = packhorse.numpy.compress_all(items, threads=1)
+    note(f"{name}, compress_all", lambda: packhorse.numpy.compress_all(items, threads=1))
+    note(f"{name}, decompress_all", lambda: packhorse.numpy.decompress_all(packed, threads=1))
+    back = packhorse.numpy.decompress_all(packed)
+    assert all(map(np.array_equal, back, items))
 digest = content_hash(torch.cat(backs).view(torch.uint8).numpy()).hex()
 print(json.dumps({name: [*times, digest] for name, times in found.items()}))
 """

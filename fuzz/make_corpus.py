@@ -193,6 +193,11 @@ def seed_frames() -> Iterator[tuple[str, Frame]]:
         rising = np.cumsum(rng.integers(1, 9, 2000)).astype(unit)
         for kind, units in (("phrases", phrases), ("rising", rising)):
             yield f"{name}-matches-{kind}", compress_buffer(units.tobytes(), name, units.shape)
+    for name in ("U8", "I32"):  # numbers of four bits
+        halves = np.random.default_rng(4).binomial(15, 0.4, (3000, 2)).astype(np.uint8)
+        pairs = (halves[:, 0] | halves[:, 1] << 4).tobytes()
+        shape = (len(pairs) * 8 // DTYPE_BY_NAME[name].bits,)
+        yield f"{name}-nibbles", compress_buffer(pairs, name, shape)
     for number, plane_of in enumerate(PLANES):
         data, level = make_plane(3000, *plane_of).tobytes(), list(Level)[1 + number % 2]
         yield f"plane-{number}", build_frame(data, DTYPES[1], (3000,), 12, level)

@@ -20,14 +20,14 @@ struct Task {
     Buffer src;
     BaseUnits base;
     Level level;
-    bool matches = false;  // for whole units without a base
+    Mode whole = Mode::kStored;  // matches or nibbles, for whole units without a base
 
     // Pretends that the tensor takes many bytes without its base, so that every chunk becomes
     // differences if it can.
     EncodeContext context() const {
         const bool has_base = base.view().units != nullptr;
         EncodeContext context{level, side.view(), base.view(), has_base ? 4 * src.nbytes() : 0};
-        context.matches = matches;
+        context.whole = whole;
         return context;
     }
 };
@@ -189,15 +189,18 @@ void run(Input input) {
     const Noise noise(input);
     Buffer src = make_tensor(input, nbytes, cut.unit_nbytes, noise);
     BaseUnits base(cut, geometry, src.data(), noise.mask >> 3, noise.stride);
-    Task task{geometry, std::move(side), std::move(src), std::move(base), level, false};
+    Task task{geometry, std::move(side), std::move(src), std::move(base), level, Mode::kStored};
     const Buffer before(task.src);
     if (bits >> 4 & 1)
         task.side.fit(task.src.data(), geometry, isa);
     else
         compare_sides(task, isa);
     round_trip_tensor(task, threads, isa);
-    task.matches = geometry.split == Split::kWhole && task.base.view().units == nullptr;
-    if (task.matches) round_trip_tensor(task, threads, isa);
+    if (geometry.split == Split::kWhole && task.base.view().units == nullptr)
+        for (const Mode whole : {Mode::kMatches, Mode::kNibbles}) {
+            task.whole = whole;
+            round_trip_tensor(task, threads, isa);
+        }
     if (nbytes > 0 && item_nbytes(geometry.spec) == 1)
         compare_estimates(task, 1 + (bits >> 5 & 1), isa);
     if (task.base.view().units != nullptr) compare_delta_estimates(task, isa);

@@ -280,7 +280,18 @@ def _uses(path: Path) -> Iterator[str]:
 # The C++ core: a folder may include those before it, and itself.
 
 CORE_FOLDERS = (
-    *("common", "planes", "rans", "chunk", "delta", "matches", "tensor", "frame", "rows"),
+    *(
+        "common",
+        "planes",
+        "rans",
+        "chunk",
+        "delta",
+        "matches",
+        "nibbles",
+        "tensor",
+        "frame",
+        "rows",
+    ),
     *("tables", "bounded", "repeats", "bags", "bind"),
 )
 _INCLUDE = re.compile(r'^#include "([a-z_0-9]+)/', re.M)

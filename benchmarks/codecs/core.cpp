@@ -233,7 +233,7 @@ class StageClock {
         palette_estimate(plane, n, symbols, n, spec.palette_raw_bits, choice.palette);
         end(kPalette);
         choice.mode = Mode::kRans;
-        const std::size_t nbytes = rans_estimate(symbols, n, worth, choice.models[0]);
+        const std::size_t nbytes = rans_estimate(symbols, n, 2, worth, choice);
         end(kModel);
         return nbytes < worth;
     }
@@ -241,7 +241,7 @@ class StageClock {
     std::size_t write(const uint8_t* plane, std::size_t n, const PlaneChoice& choice,
                       uint8_t* dst) {
         const RansModel& model = choice.models[0];
-        const uint32_t lanes_log = choose_lanes_log(n);
+        const uint32_t lanes_log = choice.lanes_log;
         RansEncodeTables& tables = *worker_.scratch.tables;
         fill_encode_tables(model, n, lanes_log, isa_, tables);
         end(kTables);
@@ -249,8 +249,9 @@ class StageClock {
         uint8_t* const escapes_end = worker_.scratch.escapes + n;
         RansEncoded encoded{{}, words_end, escapes_end};
         std::fill(std::begin(encoded.states), std::end(encoded.states), kStateLowerBound);
+        const auto units = [=](std::size_t begin, std::size_t) { return plane + begin; };
         for_each_segment(
-            plane, n, model, encoded, isa_, [&](const uint8_t* codes, std::size_t run) {
+            units, n, model, encoded, isa_, [&](const uint8_t* codes, std::size_t run) {
                 end(kCodes);
                 encode_segment(codes, run, model, tables, lanes_log, encoded, ahead_, isa_);
                 end(kRounds);

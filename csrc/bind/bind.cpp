@@ -95,11 +95,12 @@ void require_units(Bytes src, uint32_t unit_nbytes) {
     require(0 < src.size() && src.size() % unit_nbytes == 0, "src must be one whole unit or more");
 }
 
-bool may_match(Bytes src, uint32_t unit_nbytes) {
+bool may_match(Bytes src, uint32_t unit_nbytes, std::size_t planes_nbytes) {
     require_units(src, unit_nbytes);
     const Isa isa = choose_isa();
     const ReleasedGil released(src.size());
-    return glance_for_matches(src.data(), src.size() / unit_nbytes, unit_nbytes, isa);
+    return glance_for_matches(src.data(), src.size() / unit_nbytes, unit_nbytes, planes_nbytes,
+                              isa);
 }
 
 std::size_t estimate_matches(Bytes src, uint32_t unit_nbytes, int level) {
@@ -111,6 +112,18 @@ std::size_t estimate_matches(Bytes src, uint32_t unit_nbytes, int level) {
     const Isa isa = choose_isa();
     const ReleasedGil released(src.size());
     return matched_nbytes(src.data(), src.size() / unit_nbytes, unit_nbytes, given, isa);
+}
+
+// Returns the bytes in mode nibbles, and those by planes that are alike.
+std::pair<std::size_t, std::size_t> estimate_nibbles(Bytes src, uint32_t unit_nbytes, int level,
+                                                     std::size_t n_samples) {
+    require_units(src, unit_nbytes);
+    require(n_samples > 0, "there must be something to sample");
+    const Level given = checked_level(level);
+    const ReleasedGil released(std::min(src.size(), n_samples * kNibbleSampleNbytes));
+    const NibbleEstimate found =
+        estimate_nibble_tensor(src.data(), src.size() / unit_nbytes, unit_nbytes, given, n_samples);
+    return {found.nbytes, found.planes_nbytes};
 }
 
 // Returns (fault, chunk, plane, payload length).
@@ -536,8 +549,10 @@ NB_MODULE(_core, m) {
     m.def("check_table", &check_table, "table"_a, "geometry"_a, "has_base"_a, "last_mode"_a);
     m.def("estimate_delta", &estimate_delta_nbytes, "src"_a, "geometry"_a, "base"_a,
           "plain_nbytes"_a, "level"_a);
-    m.def("may_match", &may_match, "src"_a, "unit_nbytes"_a);
+    m.def("may_match", &may_match, "src"_a, "unit_nbytes"_a, "planes_nbytes"_a);
     m.def("estimate_matches", &estimate_matches, "src"_a, "unit_nbytes"_a, "level"_a);
+    m.def("estimate_nibbles", &estimate_nibbles, "src"_a, "unit_nbytes"_a, "level"_a,
+          "n_samples"_a);
     m.def("estimate_planes", &estimate_planes, "src"_a, "geometry"_a, "level"_a, "n_samples"_a);
     m.def("estimate_side_data", &estimate_side_data, "src"_a, "geometry"_a, "n_rows"_a,
           "most_rows"_a, "most_columns"_a);

@@ -280,13 +280,14 @@ inline Views views_of_frames(const std::vector<const OpenFrame*>& frames) {
 // Short frames are copied to Python's own bytes, which are as long as they are.
 constexpr std::size_t kMaxCopiedNbytes = std::size_t{1} << 16;
 
-// The work to pack a tensor, without memory for its frame; nothing if it is no known tensor of
-// floats.
+// The work to pack a tensor, without memory for its frame; nothing if it is no known tensor, or if
+// it needs a plan whatever its values are.
 inline std::optional<PackJob> pack_job(const View& src) {
     const DTypeRow* const dtype = dtype_row(src.code);
-    if (!src.is_known || dtype == nullptr || !dtype->is_float()) return std::nullopt;
+    if (!src.is_known || dtype == nullptr) return std::nullopt;
+    if (!dtype->is_float() && !is_short(*dtype, src.nbytes)) return std::nullopt;
     return PackJob{src.data, src.code, src.shape,
-                   cut_tensor(dtype->unit_nbytes, Split::kFloat, src.nbytes, kChunkNbytes),
+                   cut_tensor(dtype->unit_nbytes, dtype->last_split(), src.nbytes, kChunkNbytes),
                    nullptr};
 }
 
@@ -299,7 +300,7 @@ inline uint8_t* checked_room(const PackJob& job, const View& src, const View& ou
     return out.data;
 }
 
-// Packs known tensors of floats that need no plan, at a level below `max`. Their frames lie in
+// Packs known tensors that need no plan, at a level below `max`. Their frames lie in
 // `outs`, or if there are none, in new memory: in bytes that are as long, or at the beginning of
 // what `room` returns for a length. Returns an OpenFrame for each tensor; None if it is another
 // one, or needs a plan.
@@ -407,6 +408,31 @@ inline bool needs_no_plan(Bytes src, uint32_t code, const std::vector<uint64_t>&
     return is_plain(src.data(), *dtype, shape, geometry, level, isa);
 }
 
+// How pack_views() packs a short tensor that is no float: its geometry, the mode of whole units,
+// and mode and bytes of each stream. Nothing if it leaves the tensor to a plan.
+inline std::optional<std::tuple<Geometry, int, std::vector<std::pair<int, std::size_t>>>>
+plan_short(Bytes src, uint32_t code, std::size_t n_dims, int level_number) {
+    const Isa isa = choose_isa();
+    const Level level = checked_level(level_number);
+    const DTypeRow* const dtype = dtype_row(code);
+    require(dtype != nullptr && src.size() % dtype->unit_nbytes == 0,
+            "src must be whole units of a dtype");
+    const bool tries = level != Level::kMax || src.size() <= kFrameAlignment;
+    if (!tries || !is_short(*dtype, src.size())) return std::nullopt;
+    const Geometry geometry =
+        cut_tensor(dtype->unit_nbytes, dtype->last_split(), src.size(), kChunkNbytes);
+    EncodeWorker worker(geometry, false, false, false);
+    ShortPacker packer(src.data(), geometry, n_dims, level, worker, isa);
+    ShortWay way;
+    if (!packer.find(way)) return std::nullopt;
+    const Geometry cut = way.cut(geometry);
+    std::vector<std::pair<int, std::size_t>> streams;
+    for (uint32_t p = 0; p < cut.spec.n_planes; ++p)
+        streams.emplace_back(static_cast<int>(descriptor_mode(way.row[1 + p])),
+                             descriptor_nbytes(way.row[1 + p]));
+    return std::make_tuple(cut, static_cast<int>(way.whole()), std::move(streams));
+}
+
 // For each view of a tensor that side data are tried for, how many dimensions make its rows.
 inline std::vector<std::size_t> side_views(const std::vector<uint64_t>& shape,
                                            std::size_t n_units) {
@@ -499,6 +525,7 @@ inline void bind_frames(nb::module_& m) {
     m.def("forms_of_frames", &forms_of_frames, "frames"_a);
     m.def("forms_of_views", &forms_of_views, "views"_a);
     m.def("views_of_frames", &views_of_frames, "frames"_a);
+    m.def("plan_short", &plan_short, "src"_a, "code"_a, "n_dims"_a, "level"_a);
     m.def("needs_no_plan", &needs_no_plan, "src"_a, "code"_a, "shape"_a, "level"_a);
     m.def(
         "cut_tensor",

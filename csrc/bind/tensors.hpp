@@ -99,21 +99,23 @@ struct ContextArgument {
     std::size_t plain_nbytes;
     Mode last_mode;
     uint32_t max_classes;
-    bool matches;
+    Mode whole;
 
     EncodeContext view(const Geometry& geometry) const {
         require(!base || item_nbytes(geometry.spec) == 1,
                 "a tensor with a base is split into bytes");
         require(max_classes <= kMaxSparseClasses, "max_classes is out of range");
-        require(!matches || (!base && geometry.split == Split::kWhole),
-                "matches need whole units and no base");
+        require(whole == Mode::kStored || whole == Mode::kMatches || whole == Mode::kNibbles,
+                "whole must be stored, matches or nibbles");
+        require(whole == Mode::kStored || (!base && geometry.split == Split::kWhole),
+                "matches and nibbles need whole units and no base");
         return {level,
                 view_of(side, geometry),
                 view_of(base, geometry),
                 plain_nbytes,
                 last_mode,
                 max_classes,
-                matches};
+                whole};
     }
 };
 
@@ -243,14 +245,18 @@ inline void bind_tensors(nb::module_& m) {
             "__init__",
             [](ContextArgument* self, int level, std::optional<SideArgument> side,
                std::optional<BaseArgument> base, std::size_t plain_nbytes, int last_mode,
-               uint32_t max_classes, bool matches) {
-                new (self) ContextArgument{
-                    checked_level(level),         std::move(side), std::move(base), plain_nbytes,
-                    static_cast<Mode>(last_mode), max_classes,     matches};
+               uint32_t max_classes, int whole) {
+                new (self) ContextArgument{checked_level(level),
+                                           std::move(side),
+                                           std::move(base),
+                                           plain_nbytes,
+                                           static_cast<Mode>(last_mode),
+                                           max_classes,
+                                           static_cast<Mode>(whole)};
             },
             "level"_a, "side"_a, "base"_a, "plain_nbytes"_a,
             "last_mode"_a = static_cast<int>(Mode::kSparseDelta), "max_classes"_a = 0,
-            "matches"_a = false);
+            "whole"_a = static_cast<int>(Mode::kStored));
     nb::class_<OutputArgument>(m, "EncodeOutput")
         .def(nb::init<WritableBytes, WritableTable, std::optional<WritableBytes>,
                       std::optional<WritableBytes>, std::optional<WritableBytes>,

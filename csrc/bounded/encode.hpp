@@ -4,7 +4,6 @@
 // each run of blocks collects its own, and they are joined at the end.
 #pragma once
 
-#include <atomic>
 #include <new>
 
 #include "bounded/message.hpp"
@@ -114,7 +113,6 @@ class BoundedEncoder {
         escapes_.resize(runs_.size());
         const bool is_fixed = request_.header.form == BoundedForm::kFixed;
         const std::size_t most = is_fixed ? n_bounded_slots(lengths_[0]) : ~std::size_t{0};
-        std::atomic<bool> out_of_memory{false};
         parallel_for(runs_.size(), request_.threads, [&](std::size_t, std::size_t r) {
             BoundedRun& run = runs_[r];
             const BoundedSegment& segment = segments_[run.segment];
@@ -131,16 +129,10 @@ class BoundedEncoder {
                 counts_.data() + segment.counts_at + block,
                 &escapes_[r],
                 most};
-            try {
-                run.n_escapes =
-                    request_.header.rounding == Rounding::kNearest
-                        ? encode_blocks<Element, Rounding::kNearest>(blocks, by, isa_)
-                        : encode_blocks<Element, Rounding::kStochastic>(blocks, by, isa_);
-            } catch (const std::bad_alloc&) {
-                out_of_memory = true;
-            }
+            run.n_escapes = request_.header.rounding == Rounding::kNearest
+                                ? encode_blocks<Element, Rounding::kNearest>(blocks, by, isa_)
+                                : encode_blocks<Element, Rounding::kStochastic>(blocks, by, isa_);
         });
-        if (out_of_memory) throw std::bad_alloc();
     }
 
     BoundedEncoding finish() {

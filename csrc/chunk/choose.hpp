@@ -41,8 +41,19 @@ constexpr uint32_t choose_lanes_log(std::size_t n) {
     return n >= 8192 ? kMaxLanesLog : n >= 1024 ? kShortLanesLog : kMinLanesLog;
 }
 
+// The same for the only plane of a chunk. Other planes carry what states take, and here they add to
+// the stream, of about `nbytes` bytes: at most 1/16 of it.
+constexpr uint32_t choose_lanes_log_alone(std::size_t n, std::size_t nbytes) {
+    const auto fits = [=](uint32_t lanes_log) { return std::size_t{64} << lanes_log <= nbytes; };
+    const uint32_t most = fits(kMaxLanesLog)     ? kMaxLanesLog
+                          : fits(kShortLanesLog) ? kShortLanesLog
+                                                 : kMinLanesLog;
+    return std::min(choose_lanes_log(n), most);
+}
+
 struct PlaneChoice {
     Mode mode = Mode::kStored;
+    uint32_t lanes_log = kMaxLanesLog;  // modes rANS and classed rANS
     std::size_t look_nbytes = 0;  // what a first look at the plane estimated; not at level max
     PaletteModel palette;
     ClassRule rule;                 // mode classed rANS
@@ -65,17 +76,22 @@ inline std::size_t palette_estimate(const uint8_t* plane, std::size_t n_there,
 }
 
 // Estimates the bytes of an rANS stream. Returns `limit` if the stream cannot be shorter than that.
-inline std::size_t rans_estimate(const SymbolCounts& symbols, std::size_t n, std::size_t limit,
-                                 RansModel& model) {
+inline std::size_t rans_estimate(const SymbolCounts& symbols, std::size_t n, uint32_t n_planes,
+                                 std::size_t limit, PlaneChoice& choice) {
     // No model can beat this.
     if (scale_cost(entropy_cost(symbols), symbols.total, n) >= limit) return limit;
-    const std::size_t nbytes = choose_model(symbols, n, model);
+    const std::size_t nbytes = choose_model(symbols, n, choice.models[0]);
     if (nbytes >= limit) return limit;
-    return kModelOffset + (std::size_t{3} << choose_lanes_log(n)) + nbytes;
+    choice.lanes_log = n_planes == 1 ? choose_lanes_log_alone(n, nbytes) : choose_lanes_log(n);
+    return kModelOffset + (std::size_t{3} << choice.lanes_log) + nbytes;
 }
 
 // Mantissas are most of the data and do not compress: a small sample is enough to see that.
 constexpr std::size_t kGlanceUnits = 1024;
+
+// No stream of rANS or of a palette that is not constant is shorter than this and its entropy.
+constexpr std::size_t kLeastStreamNbytes = std::min(
+    kModelOffset + (std::size_t{3} << kMinLanesLog) + model_nbytes(2), kPaletteHeaderNbytes + 8);
 
 // Takes a first look at `n_there` units of a plane. Returns the estimated bytes of `n` units.
 inline std::size_t look_at_plane(const uint8_t* plane, std::size_t n_there, std::size_t n,
@@ -102,6 +118,9 @@ inline std::size_t choose_mode(const uint8_t* plane, std::size_t n_there, std::s
         counted_log = sample_log_for(n_there, kGlanceUnits);
         choice.look_nbytes = look_at_plane(plane, n_there, n, histogram);
         if (choice.look_nbytes >= worth) return n;
+        if (n_there == n && !histogram.sampled &&
+            scale_cost(least_cost(histogram), histogram.total, n) + kLeastStreamNbytes >= worth)
+            return n;
     }
     if (counted_log != sample_log) count_bytes(plane, n_there, sample_log, histogram);
     histogram.sampled |= n_there < n;
@@ -117,7 +136,7 @@ inline std::size_t choose_mode(const uint8_t* plane, std::size_t n_there, std::s
     if (spec.entropy) {
         // A palette decodes several times faster, so it is preferred at about the same size.
         const std::size_t margin = choice.mode == Mode::kPalette ? best / 64 : 0;
-        const std::size_t rans_nbytes = rans_estimate(symbols, n, best, choice.models[0]);
+        const std::size_t rans_nbytes = rans_estimate(symbols, n, n_planes, best, choice);
         if (rans_nbytes + margin < best) {
             best = rans_nbytes;
             choice.mode = Mode::kRans;
@@ -170,7 +189,8 @@ inline std::size_t choose_class_models(const uint8_t* sorted, const ClassStarts&
                                        uint32_t sample_units, uint32_t raw_bits,
                                        PlaneChoice& choice) {
     const std::size_t n = starts.at[kMaxClasses];
-    std::size_t nbytes = kClassedModelsOffset + (std::size_t{3} << choose_lanes_log(n));
+    choice.lanes_log = choose_lanes_log(n);
+    std::size_t nbytes = kClassedModelsOffset + (std::size_t{3} << choice.lanes_log);
     for (uint32_t c = 0; c < choice.rule.n_classes; ++c)
         nbytes +=
             choose_class_model(sorted + starts.at[c], starts.count(c), sample_units / kMaxClasses,

@@ -76,7 +76,7 @@ inline std::size_t write_rans(const RansSource& source, const PlaneChoice& choic
                               const uint8_t* carried, EncodeScratch& scratch, uint8_t* dst,
                               std::size_t capacity, Ahead& ahead, Isa isa) {
     const std::size_t n = source.starts.at[kMaxClasses];
-    const uint32_t lanes_log = choose_lanes_log(n);
+    const uint32_t lanes_log = choice.lanes_log;
     const std::size_t n_lanes = std::size_t{1} << lanes_log;
     uint8_t* const words_end = scratch.words + 2 * n + kPlaneSlack;
     uint8_t* const escapes_end = scratch.escapes + n;

@@ -13,6 +13,7 @@ constexpr std::size_t kContentLeafNbytes = 262144;
 constexpr std::size_t kMaxChunkNbytes = 2097152;
 constexpr std::size_t kChunkNbytes = 262144;          // what the encoder usually writes
 constexpr std::size_t kClassedChunkNbytes = 1048576;  // what the encoder writes at level max
+constexpr std::size_t kNibbleChunkNbytes = 524288;    // and in mode nibbles
 constexpr uint32_t kMinChunkLog = 6;
 constexpr uint32_t kMaxChunkLog = 21;
 constexpr uint32_t kMaxPlanes = 8;
@@ -29,13 +30,14 @@ enum class Mode : uint8_t {
     kClassedRans = 5,
     kDelta = 6,
     kSparseDelta = 7,
-    kMatches = 8
+    kMatches = 8,
+    kNibbles = 9
 };
 enum class ClassSource : uint8_t { kNone = 0, kPrediction = 1, kLead = 2 };
 
 // Section 2.
 constexpr uint32_t kFrameMagicNumber = 0x46485089;  // FRAME_MAGIC, as it is loaded
-constexpr uint32_t kFrameVersion = 3;
+constexpr uint32_t kFrameVersion = 4;
 constexpr std::size_t kFixedHeaderNbytes = 56;
 constexpr std::size_t kBaseBlockNbytes = 24;
 constexpr std::size_t kContentHashOffset = 24;
@@ -94,6 +96,9 @@ constexpr uint32_t kSparseEverySize = 255;  // the size of every step is written
 // Section 6.8.
 constexpr std::size_t kMatchDescriptorsOffset = 40;
 constexpr uint32_t kRunByteMax = 255;  // a byte of a run or a length that is not the last
+
+// Section 6.9.
+constexpr uint32_t kNibbleBits = 4;
 
 // Section 12.
 constexpr std::size_t kMaxWeightColumns = 65536;

@@ -10,6 +10,7 @@
 #include <condition_variable>
 #include <exception>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -27,12 +28,21 @@ inline void await_end(const std::atomic<std::size_t>& running) {
 }
 
 // Calls work(worker) in the caller's thread and in others, `n_workers` in all, or fewer if the
-// system gives no more threads: each call must be able to do all the work. `work` must not throw.
+// system gives no more threads: each call must be able to do all the work. If one throws
+// std::bad_alloc, so does this function once all have ended: no other must wait for that one.
 template <class Work>
 void in_threads(std::size_t n_workers, const Work& work) {
     std::atomic<std::size_t> running{0};
+    std::atomic<bool> out_of_memory{false};
+    const auto work_of = [&](std::size_t worker) {
+        try {
+            work(worker);
+        } catch (const std::bad_alloc&) {
+            out_of_memory = true;
+        }
+    };
     const auto run = [&](std::size_t worker) {
-        work(worker);
+        work_of(worker);
         --running;
     };
     std::vector<std::thread> threads;
@@ -47,13 +57,14 @@ void in_threads(std::size_t n_workers, const Work& work) {
         // the work.
         --running;
     }
-    work(0);
+    work_of(0);
     await_end(running);
     for (std::thread& thread : threads) thread.join();
+    if (out_of_memory) throw std::bad_alloc();
 }
 
-// Calls work(worker, item) once for every item. Items start in ascending order. `work` must not
-// throw.
+// Calls work(worker, item) once for every item. Items start in ascending order. `work` may throw
+// what in_threads() allows.
 template <class Work>
 void parallel_for(std::size_t n_items, std::size_t n_workers, const Work& work) {
     std::atomic<std::size_t> next{0};
@@ -66,7 +77,7 @@ void parallel_for(std::size_t n_items, std::size_t n_workers, const Work& work) 
 // Calls work(worker, item, following) once for every item. A worker takes a few items at a time, so
 // that it knows what to fetch ahead; fewer towards the end, so that all workers end at about the
 // same time. `following` is its next item, a guess after the last one it has taken; it may be
-// `n_items` or more. `work` must not throw.
+// `n_items` or more. `work` may throw what in_threads() allows.
 template <class Work>
 void parallel_runs(std::size_t n_items, std::size_t n_workers, const Work& work) {
     constexpr std::size_t kMost = 8;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <bit>
 
 #include "common/layout.hpp"
 
@@ -19,6 +20,7 @@ struct DTypeRow {
 
     constexpr bool allows(uint32_t split) const { return split < 8 && (splits >> split & 1) != 0; }
     constexpr bool is_float() const { return splits == kFloatSplits; }
+    constexpr Split last_split() const { return static_cast<Split>(std::bit_width(splits) - 1); }
 };
 
 constexpr std::size_t kDTypeCodes = 27;  // one more than the largest code

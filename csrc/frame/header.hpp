@@ -16,7 +16,20 @@ namespace packhorse {
 
 // The last mode of a version of the frame.
 constexpr Mode last_mode_of(uint32_t version) {
-    return version == 1 ? Mode::kDelta : version == 2 ? Mode::kSparseDelta : Mode::kMatches;
+    constexpr Mode last[] = {Mode::kDelta, Mode::kSparseDelta, Mode::kMatches, Mode::kNibbles};
+    return last[version - 1];
+}
+
+// The first version that has all modes of a frame without a base. Units that are split have none of
+// the newer ones.
+inline uint32_t first_version(const uint32_t* table, const Geometry& geometry) {
+    if (geometry.split != Split::kWhole) return 1;
+    Mode last = Mode::kStored;
+    for (std::size_t chunk = 0; chunk < geometry.n_chunks(); ++chunk)
+        last = std::max(last, descriptor_mode(table[chunk * geometry.row_length() + 1]));
+    uint32_t version = 1;
+    while (last > last_mode_of(version)) ++version;
+    return version;
 }
 
 // What is wrong with a header, in the order of the checks. src/packhorse/layout.py has the same
@@ -311,7 +324,8 @@ inline void write_plain_header(const PlainHeader& header, std::size_t header_nby
     const std::size_t table_end =
         table_at + 4 * header.geometry.n_chunks() * header.geometry.row_length();
     store(dst, kFrameMagicNumber);
-    dst[4] = 1;  // the first version has all modes of split units without a base
+    dst[4] = static_cast<uint8_t>(
+        first_version(reinterpret_cast<const uint32_t*>(dst + table_at), header.geometry));
     dst[5] = static_cast<uint8_t>(header.dtype_code);
     dst[6] = static_cast<uint8_t>(n_dims);
     dst[7] = static_cast<uint8_t>(header.geometry.split);

@@ -9,11 +9,13 @@
 #include <bit>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "common/xxh3_short.hpp"
 #include "frame/header.hpp"
 #include "frame/plain.hpp"
+#include "frame/short.hpp"
 
 namespace packhorse {
 
@@ -43,6 +45,12 @@ class PackTask {
           level_(level),
           left_(job.geometry.n_chunks()),
           hashes_(16 * n_leaves(job.geometry.nbytes()) + kXxh3LongMinNbytes) {}
+
+    // Packs all of a short tensor that is no float.
+    void work_short(EncodeWorker& worker, Isa isa) {
+        job_.frame_nbytes = pack_short(job_.src, job_.dtype_code, job_.shape, job_.geometry, level_,
+                                       worker, job_.dst, isa);
+    }
 
     // Packs a chunk, or all chunks if `n_workers` is 1, and writes the header after the last one.
     void work(std::size_t chunk, std::size_t n_workers, EncodeWorker& worker, Isa isa) {
@@ -105,14 +113,18 @@ class PackTask {
 class PackWorker {
   public:
     explicit PackWorker(const std::vector<PackJob>& jobs, bool owns_output) {
-        const Geometry* largest[kKinds] = {};
+        std::optional<Geometry> largest[kKinds];
         for (const PackJob& job : jobs) {
-            const Geometry*& most = largest[kind_of(job.geometry)];
-            if (most == nullptr || job.geometry.largest_units() > most->largest_units())
-                most = &job.geometry;
+            std::optional<Geometry>& most = largest[kind_of(job.geometry)];
+            const bool splits =
+                job.geometry.spec.splits() || (most.has_value() && most->spec.splits());
+            if (!most.has_value() || job.geometry.largest_units() > most->largest_units())
+                most = job.geometry;
+            // Bytes that are split need more memory than others.
+            if (splits && !most->spec.splits()) most->spec = plane_spec(1, Split::kFloat);
         }
         for (uint32_t kind = 0; kind < kKinds; ++kind)
-            if (largest[kind] != nullptr)
+            if (largest[kind].has_value())
                 workers_[kind] =
                     std::make_unique<EncodeWorker>(*largest[kind], false, false, owns_output);
     }
@@ -170,8 +182,8 @@ inline std::vector<PackItem> share_out(const std::vector<PackJob>& jobs, std::si
     return items;
 }
 
-// Packs tensors of floats, and notes the length of each frame in its job. The bytes do not depend
-// on `threads`.
+// Packs tensors of floats, and short ones of other dtypes, and notes the length of each frame in
+// its job. The bytes do not depend on `threads`.
 inline void pack_many(std::vector<PackJob>& jobs, Level level, std::size_t threads, Isa isa) {
     // Short tensors are looked at while they are encoded.
     const auto is_plain_job = [&](const PackJob& job) {
@@ -192,6 +204,8 @@ inline void pack_many(std::vector<PackJob>& jobs, Level level, std::size_t threa
     parallel_for(items.size(), n_workers, [&](std::size_t w, std::size_t i) {
         const PackItem& item = items[i];
         PackTask& task = tasks[item.job];
+        if (!dtype_row(jobs[item.job].dtype_code)->is_float())
+            return task.work_short(workers[w].for_tensor(jobs[item.job].geometry), isa);
         if (!item.is_shared) task.is_plain = is_plain_job(jobs[item.job]);
         EncodeWorker& worker = workers[w].for_tensor(jobs[item.job].geometry);
         const bool more = !item.is_shared && i + n_workers < items.size();

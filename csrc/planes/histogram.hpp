@@ -258,6 +258,13 @@ inline uint64_t least_cost(const SymbolCounts& symbols) {
     return entropy_cost(symbols) - std::min(entropy_cost(symbols), bias);
 }
 
+inline uint64_t least_cost(const Histogram& histogram) {
+    uint32_t n_seen = 0;
+    for (const uint32_t count : histogram.counts) n_seen += count > 0 ? 1 : 0;
+    const uint64_t bias = static_cast<uint64_t>(kBiasCost) * (std::max(n_seen, 1u) - 1);
+    return entropy_cost(histogram) - std::min(entropy_cost(histogram), bias);
+}
+
 // Cost of a histogram if each symbol gets the slots nearest to its share, in 2^-16 bits.
 inline uint64_t nearest_cost(const SymbolCounts& symbols) {
     const SlotScale slots(symbols.total);

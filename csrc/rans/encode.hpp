@@ -377,9 +377,10 @@ struct RansEncoded {
     uint8_t* escapes;
 };
 
-// Calls encode(codes, n) for the codes of each segment of a plane, from its end.
-template <class Encode>
-PACKHORSE_INLINE void for_each_segment(const uint8_t* plane, std::size_t n, const RansModel& model,
+// Calls encode(codes, n) for the codes of each segment of `n` units, from its end. units(begin,
+// run) gives the units of a segment, until it is called again.
+template <class Units, class Encode>
+PACKHORSE_INLINE void for_each_segment(const Units& units, std::size_t n, const RansModel& model,
                                        RansEncoded& encoded, Isa isa, Encode encode) {
     CodeMap map;
     fill_code_map(model, map);
@@ -387,7 +388,7 @@ PACKHORSE_INLINE void for_each_segment(const uint8_t* plane, std::size_t n, cons
     for (std::size_t end = n; end > 0;) {
         const std::size_t begin = (end - 1) / kSegmentUnits * kSegmentUnits;
         const std::size_t run = end - begin;
-        encoded.escapes = map_codes(plane + begin, run, map, codes, encoded.escapes, isa);
+        encoded.escapes = map_codes(units(begin, run), run, map, codes, encoded.escapes, isa);
         encode(static_cast<const uint8_t*>(codes), run);
         end = begin;
     }
@@ -404,14 +405,23 @@ inline void encode_segment(const uint8_t* codes, std::size_t run, const RansMode
                                        encoded.words, ahead, isa);
 }
 
-// Encodes a plane, segment by segment from its end. The caller sets `encoded` to the start states
-// of the lanes and to the ends of two buffers, which have room for a word and a byte for each unit.
+// Encodes units, segment by segment from the end. The caller sets `encoded` to the start states of
+// the lanes and to the ends of two buffers, which have room for a word and a byte for each unit.
+template <class Units>
+inline void rans_encode_from(const Units& units, std::size_t n, const RansModel& model,
+                             const RansEncodeTables& tables, uint32_t lanes_log,
+                             RansEncoded& encoded, Ahead& ahead, Isa isa) {
+    for_each_segment(units, n, model, encoded, isa, [&](const uint8_t* codes, std::size_t run) {
+        encode_segment(codes, run, model, tables, lanes_log, encoded, ahead, isa);
+    });
+}
+
+// Does the same for the units of a plane.
 inline void rans_encode(const uint8_t* plane, std::size_t n, const RansModel& model,
                         const RansEncodeTables& tables, uint32_t lanes_log, RansEncoded& encoded,
                         Ahead& ahead, Isa isa) {
-    for_each_segment(plane, n, model, encoded, isa, [&](const uint8_t* codes, std::size_t run) {
-        encode_segment(codes, run, model, tables, lanes_log, encoded, ahead, isa);
-    });
+    rans_encode_from([=](std::size_t begin, std::size_t) { return plane + begin; }, n, model,
+                     tables, lanes_log, encoded, ahead, isa);
 }
 
 }  // namespace packhorse

@@ -207,7 +207,6 @@ inline std::vector<std::vector<int32_t>> pack_weights(const uint8_t* src, std::s
     const std::size_t n_workers = std::max<std::size_t>(1, std::min(threads, n_blocks));
     std::vector<std::vector<int32_t>> exceptions(n_blocks);
     const Scratch scratch(n_workers * 2 * shape.n_padded);
-    std::atomic<bool> out_of_memory{false};
     parallel_for(n_blocks, n_workers, [&](std::size_t worker, std::size_t block) {
         const std::size_t row = block * at_once;
         const std::size_t n = std::min(at_once, n_rows - row);
@@ -216,15 +215,10 @@ inline std::vector<std::vector<int32_t>> pack_weights(const uint8_t* src, std::s
                             dst.counts + row};
         uint8_t* const room = scratch.get() + worker * 2 * shape.n_padded;
         std::vector<int32_t>& list = exceptions[block];
-        try {
-            vectorised_wide(isa, [=, &list]() PACKHORSE_VECTORISED {
-                pack_rows<Format>(src + 2 * row * shape.n_columns, n, shape, to, room, list, isa);
-            });
-        } catch (const std::bad_alloc&) {
-            out_of_memory = true;
-        }
+        vectorised_wide(isa, [=, &list]() PACKHORSE_VECTORISED {
+            pack_rows<Format>(src + 2 * row * shape.n_columns, n, shape, to, room, list, isa);
+        });
     });
-    if (out_of_memory) throw std::bad_alloc();
     return exceptions;
 }
 

@@ -16,6 +16,7 @@
 #include "delta/decode.hpp"
 #include "delta/sparse_decode.hpp"
 #include "matches/decode.hpp"
+#include "nibbles/decode.hpp"
 #include "tensor/geometry.hpp"
 
 namespace packhorse {
@@ -84,7 +85,7 @@ struct TableCheck {
 // Checks all descriptors (docs/format.md, section 9). Reads only the table. `last_mode` is the last
 // mode that the frame's version has.
 inline TableCheck check_descriptors(const uint32_t* table, const Geometry& geometry, bool has_base,
-                                    Mode last_mode = Mode::kMatches) {
+                                    Mode last_mode = Mode::kNibbles) {
     const uint32_t n_planes = geometry.spec.n_planes;
     std::size_t payload = 0;
     for (std::size_t chunk = 0; chunk < geometry.n_chunks(); ++chunk) {
@@ -195,6 +196,9 @@ inline Status decode_plain_chunk(const EncodedTensor& tensor, std::size_t index,
     if (around != Status::kOk) return around;
     if (descriptor_mode(row[1]) == Mode::kMatches)
         return decode_matches(chunk, descriptor_nbytes(row[1]), n, spec.unit_nbytes, dst, isa);
+    if (descriptor_mode(row[1]) == Mode::kNibbles)
+        return decode_nibbles(chunk, descriptor_nbytes(row[1]), n * spec.unit_nbytes, scratch, dst,
+                              isa);
     return decode_chunk(chunk, row + 1, n, index * tensor.geometry.chunk_units, spec, tensor.side,
                         scratch, dst, isa);
 }

@@ -15,6 +15,7 @@
 #include "delta/encode.hpp"
 #include "delta/sparse_source.hpp"
 #include "matches/encode.hpp"
+#include "nibbles/encode.hpp"
 #include "tensor/geometry.hpp"
 
 namespace packhorse {
@@ -128,7 +129,10 @@ struct EncodeContext {
     std::size_t plain_nbytes = 0;         // bytes of the whole tensor without the base
     Mode last_mode = Mode::kSparseDelta;  // chunks have no later mode
     uint32_t max_classes = 0;             // of few differences; 0: as the level says
-    bool matches = false;                 // whether whole units become matches; then no base
+    Mode whole = Mode::kStored;           // matches or nibbles: how whole units are coded
+
+    // Then there is no base.
+    bool codes_whole() const { return whole != Mode::kStored; }
 };
 
 // Where the encoder of a tensor writes.
@@ -224,9 +228,10 @@ inline uint32_t encode_from_base(const EncodeJob& job, const Geometry& geometry,
 inline std::size_t encode_any_chunk(const EncodeJob& job, const Geometry& geometry,
                                     const EncodeContext& context, EncodeWorker& worker, uint8_t* to,
                                     uint32_t* descriptors, Isa isa) {
-    if (context.matches)
-        return encode_matched({job.src, &job.leaves}, job.n, geometry.spec.unit_nbytes,
-                              context.level, to, descriptors, isa);
+    if (context.codes_whole())
+        return (context.whole == Mode::kMatches ? encode_matched : encode_nibbles)(
+            {job.src, &job.leaves}, job.n, geometry.spec.unit_nbytes, context.level, to,
+            descriptors, isa);
     const bool has_base = context.base.units != nullptr;
     const uint32_t descriptor = has_base ? encode_from_base(job, geometry, context, worker, to, isa)
                                          : make_descriptor(Mode::kStored, 0);
@@ -268,7 +273,7 @@ inline void encode_in_place(const uint8_t* src, const Geometry& geometry,
                             : KeptBase{output.kept + at, at, output.changes + chunk}};
     uint32_t* const row = output.table + chunk * geometry.row_length();
     uint8_t* const to = n_workers == 1 ? dst + ordered.used() : worker.output;
-    if (context.base.units == nullptr && !context.matches &&
+    if (context.base.units == nullptr && !context.codes_whole() &&
         is_stored_whole(job.src, job.n, geometry.spec, context.level)) {
         const std::size_t nbytes = job.n * geometry.spec.unit_nbytes;
         // The length of a stored chunk is known beforehand, so no worker needs a copy.
@@ -281,7 +286,13 @@ inline void encode_in_place(const uint8_t* src, const Geometry& geometry,
     const bool more = chunk + n_workers < geometry.n_chunks();
     scratch.next_src = more ? job.src + n_workers * geometry.chunk_nbytes() : scratch.after;
     scratch.cold_output = n_workers == 1;
-    const std::size_t nbytes = encode_any_chunk(job, geometry, context, worker, to, row + 1, isa);
+    std::size_t nbytes = 0;
+    try {
+        nbytes = encode_any_chunk(job, geometry, context, worker, to, row + 1, isa);
+    } catch (const std::bad_alloc&) {
+        if (n_workers > 1) ordered.reserve(chunk, 0);  // others wait for its place
+        throw;
+    }
     if (n_workers == 1) {
         row[0] = crc32c(to, nbytes, isa);
         ordered.reserve(chunk, nbytes);

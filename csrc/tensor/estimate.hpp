@@ -148,6 +148,59 @@ inline TensorEstimate estimate_tensor(const uint8_t* src, const Geometry& geomet
     return {encode_some(src, cut, {}, 0, level, isa), true};
 }
 
+constexpr std::size_t kNibbleSampleNbytes = 16384;
+
+// Adds the values of every `step`-th byte.
+inline void count_every(const uint8_t* bytes, std::size_t n, std::size_t step, Histogram& out) {
+    for (std::size_t i = 0; i < n; i += step, ++out.total) ++out.counts[bytes[i]];
+}
+
+// Estimates the bytes of a stream of `n` units by one model of the values in a sample. The units
+// that a model was made from cost less by it than others: about (values - 1) / (2 ln 2) bits in
+// all, and other units as much more. That is so for this sample, and again for the one of the
+// encoder.
+inline std::size_t cost_by_model(const Histogram& sample, std::size_t n, Level level) {
+    SymbolCounts symbols;
+    list_symbols(sample, symbols);
+    const std::size_t counted = std::min<std::size_t>(n, level_spec(level).sample_units);
+    const uint64_t again = counted < n ? uint64_t{kBiasCost} * sample.total / counted : 0;
+    const uint64_t cost = nearest_cost(symbols) + (symbols.n - 1) * (kBiasCost + again);
+    const std::size_t nbytes = model_nbytes(symbols.n) + scale_cost(cost, symbols.total, n);
+    return kModelOffset + (std::size_t{4} << choose_lanes_log_alone(n, nbytes)) + nbytes;
+}
+
+struct NibbleEstimate {
+    std::size_t nbytes;         // in mode nibbles
+    std::size_t planes_nbytes;  // if each byte of a unit had a model of its own
+};
+
+// Estimates the bytes of `n` >= 1 units from at most `n_samples` >= 1 samples. Both numbers come
+// from the same sample, so their difference is more exact than they are.
+inline NibbleEstimate estimate_nibble_tensor(const uint8_t* src, std::size_t n,
+                                             uint32_t unit_nbytes, Level level,
+                                             std::size_t n_samples) {
+    const std::size_t run = std::min(n, kPlaneSampleRun / unit_nbytes);
+    const std::size_t n_runs =
+        std::min(n_samples * (kNibbleSampleNbytes / kPlaneSampleRun), n / run);
+    const std::size_t nbytes = n * unit_nbytes;
+    const std::size_t chunk = std::min(nbytes, kNibbleChunkNbytes);
+    const std::size_t plane = std::min(nbytes, kChunkNbytes) / unit_nbytes;
+    const SampleRuns runs(n, run, n_runs);
+    Histogram bytes = {};
+    std::size_t planes = 0;
+    for (uint32_t p = 0; p < unit_nbytes; ++p) {
+        Histogram values = {};
+        for (std::size_t r = 0; r < n_runs; ++r)
+            count_every(src + runs(r) * unit_nbytes + p, run * unit_nbytes - p, unit_nbytes,
+                        values);
+        for (uint32_t v = 0; v < 256; ++v) bytes.counts[v] += values.counts[v];
+        bytes.total += values.total;
+        planes += cost_by_model(values, plane, level);
+    }
+    const std::size_t packed = cost_by_model(count_halves(bytes), 2 * chunk, level);
+    return {scale_bytes(packed, nbytes, chunk), scale_bytes(planes, n, plane)};
+}
+
 // Joins pieces of a tensor of differences, which are spread evenly, to one chunk, and encodes it.
 // Returns the estimated bytes of the tensor. Reading the whole tensor would take as long as
 // encoding it. A few chunks would show as much only if all chunks were alike, which updates of

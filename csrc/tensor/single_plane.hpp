@@ -26,6 +26,7 @@ inline std::size_t encode_single_plane(const uint8_t* src, std::size_t n, Mode m
             [&] { return bits_in_use(symbols); }, choice.palette);
     else if (choose_model(symbols, n, choice.models[0]) == ~std::size_t{0})
         return 0;
+    choice.lanes_log = choose_lanes_log(n);
     Ahead nothing;
     return write_stream(plane, n, 0, nullptr, worker.scratch, dst, nothing, isa);
 }

@@ -85,7 +85,7 @@ class Base:
 class EncodeContext:
     """What the encoder of a tensor is told beside the tensor. Chunks of differences have no mode
     after `last_mode`, and chunks of few differences at most `max_classes`, if it is not 0. Chunks
-    of whole units become matches if `matches` says so."""
+    of whole units get the mode `whole`, matches or nibbles, if it is not 0."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class EncodeContext:
         plain_nbytes: int,
         last_mode: int = 7,
         max_classes: int = 0,
-        matches: bool = False,
+        whole: int = 0,
     ) -> None: ...
 
 class EncodeOutput:
@@ -298,8 +298,14 @@ def check_table(
 def estimate_delta(
     src: _Bytes, geometry: Geometry, base: Base, plain_nbytes: int, level: int
 ) -> int: ...
-def may_match(src: _Bytes, unit_nbytes: int) -> bool: ...
+def plan_short(
+    src: _Bytes, code: int, n_dims: int, level: int
+) -> tuple[Geometry, int, list[tuple[int, int]]] | None: ...
+def may_match(src: _Bytes, unit_nbytes: int, planes_nbytes: int) -> bool: ...
 def estimate_matches(src: _Bytes, unit_nbytes: int, level: int) -> int: ...
+def estimate_nibbles(
+    src: _Bytes, unit_nbytes: int, level: int, n_samples: int
+) -> tuple[int, int]: ...
 def estimate_planes(
     src: _Bytes, geometry: Geometry, level: int, n_samples: int
 ) -> tuple[list[tuple[int, int]], bool]: ...

@@ -87,6 +87,8 @@ __all__ = [
     "MIN_LANES_LOG",
     "MODEL_OFFSET",
     "NARROW_BUCKETS",
+    "NIBBLE_BITS",
+    "NIBBLE_CHUNK_NBYTES",
     "PALETTE_HEADER_NBYTES",
     "PLAN_FIELDS",
     "PREDICTION_BIAS",
@@ -134,7 +136,7 @@ __all__ = [
 
 # Section 2: the frame.
 FRAME_MAGIC = b"\x89PHF"  # not ASCII, so that readers notice a transfer that strips bit 7
-FRAME_VERSION = 3  # the newest one; a frame has the first one that has all of its modes
+FRAME_VERSION = 4  # the newest one; a frame has the first one that has all of its modes
 FRAME_ALIGNMENT = 64  # a cache line, and the width of the widest vector register
 # magic, version, dtype, n_dims, split, flags, level, chunk_log, header_nbytes, frame_nbytes, hash,
 # n_chunks, CRC, n_row_dims, reserved, side descriptor
@@ -164,6 +166,7 @@ MAX_SIDE_NBYTES = 1 << 21  # bytes of side data, decoded: one for each row and e
 # zstd needs a longer window.
 CHUNK_NBYTES = 1 << 18
 CLASSED_CHUNK_NBYTES = 1 << 20  # for chunks with classes, which have more tables
+NIBBLE_CHUNK_NBYTES = 1 << 19  # two symbols a byte
 ZSTD_CHUNK_NBYTES = 1 << 21
 
 # Section 6.1: symbols and raw bits.
@@ -213,6 +216,9 @@ SPARSE_EVERY_SIZE = 255  # the size of every step is written
 # Section 6.8: matches.
 MATCH_DESCRIPTORS_OFFSET = 40
 RUN_BYTE_MAX = 255  # a byte of a run or a length that is not the last
+
+# Section 6.9: nibbles.
+NIBBLE_BITS = 4
 
 # Section 7: the content hash.
 CONTENT_LEAF_NBYTES = 1 << 18
@@ -269,12 +275,13 @@ class Mode(IntEnum):
     DELTA = 6
     SPARSE_DELTA = 7
     MATCHES = 8
+    NIBBLES = 9
 
 
 # The modes in which plane 0 of a chunk holds differences from the base.
 BASE_MODES = (Mode.DELTA, Mode.SPARSE_DELTA)
 # The last mode of each version of the frame.
-LAST_MODES = {1: Mode.DELTA, 2: Mode.SPARSE_DELTA, 3: Mode.MATCHES}
+LAST_MODES = {1: Mode.DELTA, 2: Mode.SPARSE_DELTA, 3: Mode.MATCHES, 4: Mode.NIBBLES}
 
 
 class ClassSource(IntEnum):

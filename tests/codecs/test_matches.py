@@ -25,7 +25,7 @@ SIZES = (1, 2, 3, 7, 63, 64, 300, 5001)
 def matched(data: bytes, dtype: str, level: Level) -> Frame:
     """A frame of mode matches, whether it pays or not."""
     row = DTYPE_BY_NAME[dtype]
-    plan = Plan(cut(row, Split.WHOLE, len(data), 1 << 21), level, False, len(data), matches=True)
+    plan = Plan(cut(row, Split.WHOLE, len(data), 1 << 21), level, len(data), whole=Mode.MATCHES)
     shape = (len(data) * 8 // row.bits,)
     return compress_buffer(data, dtype, shape, level=level, like=plan)
 
@@ -199,12 +199,12 @@ def test_a_glance_sees_what_repeats_or_rises() -> None:
     noise = rng.integers(0, 256, 1 << 18, np.uint8)
     twice = np.concatenate([noise[: 1 << 15]] * 8)
     walk = np.cumsum(rng.integers(-(1 << 20), 1 << 20, 1 << 16)).astype("<i4").view(np.uint8)
-    assert not any(_core.may_match(noise, unit_nbytes) for unit_nbytes in (1, 2, 4, 8))
-    assert all(_core.may_match(twice, unit_nbytes) for unit_nbytes in (1, 2, 4, 8))
-    assert _core.may_match(walk, 4)
-    assert not _core.may_match(walk, 1)
+    assert not any(_core.may_match(noise, unit_nbytes, noise.size) for unit_nbytes in (1, 2, 4, 8))
+    assert all(_core.may_match(twice, unit_nbytes, twice.size) for unit_nbytes in (1, 2, 4, 8))
+    assert _core.may_match(walk, 4, walk.size)
+    assert not _core.may_match(walk, 1, walk.size)
     each_twice = np.repeat(rng.integers(0, 256, (64, 1 << 16), np.uint8), 2, axis=0).reshape(-1)
-    assert all(_core.may_match(each_twice, unit_nbytes) for unit_nbytes in (1, 8))
+    assert all(_core.may_match(each_twice, unit_nbytes, each_twice.size) for unit_nbytes in (1, 8))
 
 
 @pytest.mark.parametrize("unit_nbytes", [1, 8])
@@ -213,8 +213,8 @@ def test_a_glance_ends_where_the_tensor_does(unit_nbytes: int) -> None:
     for n in (1, 255, 256, 1020, 1021, 1028, 1029, 30_000, 66_000):
         nbytes = n * unit_nbytes
         noise = guarded(rng.integers(0, 256, nbytes, np.uint8).tobytes())
-        few = nbytes < 1028  # bytes that are looked at, so nothing is known
-        assert _core.may_match(np.asarray(noise), unit_nbytes) or not few
+        few = nbytes < 100  # places that are looked at, so nothing is known
+        assert _core.may_match(np.asarray(noise), unit_nbytes, nbytes) or not few
 
 
 def test_kernels_leave_matches_to_the_host() -> None:
@@ -231,14 +231,14 @@ def test_the_core_refuses_matches_of_split_units_or_beside_a_base() -> None:
     geometry = _core.Geometry(2, 1, 10, 2000)
     source, table = np.zeros(2000, np.uint8), np.empty((1, 3), np.uint32)
     output = _core.EncodeOutput(np.empty(2048, np.uint8), table, np.empty(256, np.uint8), None)
-    context = _core.EncodeContext(2, None, None, 0, matches=True)
-    with pytest.raises(ValueError, match="matches need whole units and no base"):
+    context = _core.EncodeContext(2, None, None, 0, whole=Mode.MATCHES)
+    with pytest.raises(ValueError, match="matches and nibbles need whole units and no base"):
         _core.encode_chunks(source, geometry, context, output, 1)
     with pytest.raises(ValueError, match="unit_nbytes must be 1, 2, 4 or 8"):
         _core.estimate_matches(source, 3, 2)
     with pytest.raises(ValueError, match="at most a chunk of aligned units"):
         _core.estimate_matches(source[1:1999], 2, 2)
-    for function in (_core.may_match, lambda *units: _core.estimate_matches(*units, 2)):
+    for function in (_core.may_match, _core.estimate_matches):
         for wrong in (source[:1999], source[:0]):
             with pytest.raises(ValueError, match="one whole unit or more"):
-                function(wrong, 2)
+                function(wrong, 2, 2)

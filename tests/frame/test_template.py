@@ -49,7 +49,7 @@ def test_what_zstandard_cannot_pack_is_stored() -> None:
     first = frame_of(make_data("ids", "U8", 3200), "U8")
     template = Template.of(first)
     assert template is not None
-    assert template.plan.zstd
+    assert template.plan.whole == Mode.ZSTD
     noise = np.random.default_rng(0).integers(0, 256, 3200).astype(np.uint8)
     frame = Frame.from_buffer(template.pack(noise)[0])
     assert frame.planes()[0].modes == {Mode.STORED: 1}

@@ -187,6 +187,49 @@ print("all well")
 
 
 @pytest.mark.skipif(SANITIZED, reason="the sanitizer does not allow for it")
+def test_a_thread_without_memory_ends_the_call_and_not_the_process() -> None:
+    """Matches and nibbles take memory for each chunk, in the thread that codes it."""
+    script = """
+import json, resource
+import numpy as np
+from packhorse import numpy as ph
+
+rng = np.random.default_rng(0)
+ids = np.tile(rng.integers(0, 1 << 40, 9000), 120)
+halves = rng.binomial(15, 0.4, (2, 3 << 20)).astype(np.uint8)
+pairs = halves[0] | halves[1] << 4
+packed = [ph.compress(array, threads=1) for array in (ids, pairs)]
+assert [frame.plan.whole.name for frame in packed] == ["MATCHES", "NIBBLES"]
+outs = [np.zeros(array.nbytes + 10_000, np.uint8) for array in (ids, pairs)]
+backs = [np.zeros_like(array) for array in (ids, pairs)]
+unlimited = (resource.RLIM_INFINITY,) * 2
+found = []
+for room in range(4 << 20, 96 << 20, 1 << 20):
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + room, resource.RLIM_INFINITY))
+    kind = None
+    try:
+        for array, frame, out, back in zip((ids, pairs), packed, outs, backs):
+            ph.compress(array, threads=3, out=out)
+            ph.decompress(frame, threads=3, out=back)
+    except BaseException as error:
+        kind = type(error)
+    resource.setrlimit(resource.RLIMIT_AS, unlimited)
+    found.append(kind.__name__ if kind else "fine")
+print(json.dumps(sorted(set(found))))
+"""
+
+    def small_stacks() -> None:
+        resource.setrlimit(resource.RLIMIT_STACK, (1 << 18, 1 << 18))
+
+    # With an arena for each thread, the C library ends a process that has no room for another.
+    env = {**os.environ, "MALLOC_ARENA_MAX": "1"}
+    ended = run_script(script, preexec_fn=small_stacks, env=env)
+    assert (ended.returncode, ended.stdout) == (0, '["MemoryError", "fine"]\n'), ended.stderr
+
+
+@pytest.mark.skipif(SANITIZED, reason="the sanitizer does not allow for it")
 def test_without_memory_for_threads_one_does_the_work() -> None:
     script = """
 import resource, sys, threading

@@ -142,6 +142,13 @@ def test_decoders_agree_on_matches(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
+def test_decoders_agree_on_nibbles(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(N_FRAMES):
+        check_agreement(rng, fb.draw_nibbles_frame(rng))
+
+
+@pytest.mark.parametrize("seed", range(3))
 def test_decoders_agree_on_frames_with_a_base(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(N_FRAMES):

@@ -27,6 +27,7 @@ EXPECTED_MODES = {
     "delta-equal": {Mode.DELTA},
     "sparse-delta": {Mode.SPARSE_DELTA},
     "matches": {Mode.MATCHES},
+    "nibbles": {Mode.NIBBLES},
 }
 
 

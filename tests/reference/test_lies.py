@@ -6,7 +6,7 @@ import pytest
 from cases import each
 from format_page import clauses
 from frame_builder import SMALL, Base, Raw, build_frame
-from lying_frames import DATA, LIES, deltas, matches, set_at, sparse, streams
+from lying_frames import DATA, LIES, deltas, matches, nibbles, set_at, sparse, streams
 
 from packhorse.errors import PackhorseError
 from packhorse.layout import Mode
@@ -42,6 +42,7 @@ def test_the_frames_that_lies_are_made_of_are_good() -> None:
         deltas.delta,
         sparse.sparse,
         matches.matched,
+        nibbles.halved,
     ):
         built = build()
         assert decode_frame(bytes(built), base=built.base).data == built.source
@@ -53,7 +54,7 @@ def test_the_frames_that_lies_are_made_of_are_good() -> None:
 # order in section 2.
 STEPS = {
     "magic": {"magic": b"\x89PHG"},
-    "version": {"version": 4},
+    "version": {"version": 5},
     "flags": {"flags": 5},
     "dtype": {"dtype_code": 99},
     "split": {"split": 1},

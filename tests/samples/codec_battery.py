@@ -238,6 +238,13 @@ def _weights(rng: np.random.Generator, n: int, dtype: str) -> np.ndarray:
     return (normal * 20).astype(np.int64).astype(_uint(DTYPE_BY_NAME[dtype].unit_nbytes))
 
 
+def _halves(rng: np.random.Generator, n: int, unit_nbytes: int) -> np.ndarray:
+    """Weights of four bits, two in a byte."""
+    shape = (n, unit_nbytes, 2)
+    halves = np.clip(np.rint(rng.standard_normal(shape) * 2.5 + 7.5), 0, 15).astype(np.uint8)
+    return halves[..., 0] | halves[..., 1] << 4
+
+
 def make_data(kind: str, dtype: str, n_units: int, seed: int = 0) -> bytes:
     """About `n_units` units: as many as whole elements need."""
     row = DTYPE_BY_NAME[dtype]
@@ -246,6 +253,8 @@ def make_data(kind: str, dtype: str, n_units: int, seed: int = 0) -> bytes:
     rng = np.random.default_rng([seed, n, len(kind)])
     if kind == "weights":
         return _weights(rng, n, dtype).tobytes()
+    if kind == "halves":
+        return _halves(rng, n, row.unit_nbytes).tobytes()
     return KINDS[kind](rng, n, row.unit_nbytes).tobytes()
 
 
@@ -350,6 +359,7 @@ REAL = {
     "real palette": _real("BF16", "weights", "fast", Mode.PALETTE),
     "real zstd": _real("BOOL", "ids", "default", Mode.ZSTD),
     "real matches": _real("I64", "sorted", "default", Mode.MATCHES),
+    "real nibbles": _real("I32", "halves", "default", Mode.NIBBLES),
     "real stored": _real("F32", "noise", "default", Mode.STORED),
     "real constant": _real("F32", "constant", "default", Mode.CONSTANT),
     "real outlier": _real("F16", "outlier", "default", Mode.ZSTD),

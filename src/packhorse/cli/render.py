@@ -81,6 +81,7 @@ _STYLES = {
     "palette": ("▒", "+", "yellow"),
     "zstd": ("░", "-", "magenta"),
     "matches": ("░", "-", "bright_magenta"),
+    "nibbles": ("▓", "=", "bright_yellow"),
     "constant": ("▏", "|", "cyan"),
     "delta": ("▚", "%", "bright_cyan"),
     "sparse_delta": ("▞", "/", "bright_blue"),

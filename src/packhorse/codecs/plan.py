@@ -1,5 +1,5 @@
-"""Chooses how to pack a tensor: its split, its chunk size, and planes, matches or zstd. The core
-then chooses a mode for every plane of every chunk.
+"""Chooses how to pack a tensor: its split, its chunk size, and planes, nibbles, matches or zstd.
+The core then chooses a mode for every plane of every chunk.
 
 A plan is made from samples: a few times 4096 units spread over the tensor for the planes, and a few
 pieces for matches and zstd where repetition is likely. If a tensor seems to take far less than
@@ -20,6 +20,8 @@ from packhorse.codecs.side import NO_SIDE_DATA, SideData, choose_side
 from packhorse.codecs.source import Source, cut
 from packhorse.layout import (
     CLASSED_CHUNK_NBYTES,
+    FRAME_ALIGNMENT,
+    NIBBLE_CHUNK_NBYTES,
     ZSTD_CHUNK_NBYTES,
     Level,
     Mode,
@@ -40,6 +42,10 @@ _PIECE_PART = 32  # a piece is at most this part of a tensor, ...
 _LONG_PIECE_PART = 48
 _VERY_REPETITIVE = 1 / 8  # at this share or less, pieces are as long as chunks
 _MIN_SAVING = 1 / 256  # a tensor that saves less is stored as it is, at copy speed
+_NIBBLES_TAKE = 1 / 2  # of the bytes; what takes less by planes has more structure than nibbles
+_NIBBLES_MUST_SAVE = {Level.FAST: 1 / 32, Level.DEFAULT: 1 / 64, Level.MAX: 1 / 1024}  # as a plane
+_MAY_TAKE = 1 + 1 / 512  # of what models of bytes take, because they are packed twice as fast
+_ABOUT_EQUAL = 1 + 1 / 64  # a sample of 4096 units flatters models of 256 values by as much
 _WHOLE_MUST_SAVE = 0.04  # of the planes' size, because matches and zstd are slower
 _FEW = 1 / 64  # at this share or less, zstd is faster than matches, ...
 _MATCHES_MUST_SAVE = 1 / 16  # ... which must save this share of its size; but bytes ...
@@ -58,23 +64,22 @@ class Plan(NamedTuple):
     Attributes:
         geometry: how the tensor is cut.
         level: the level asked for.
-        zstd: whether chunks are coded by Zstandard instead of plane by plane.
         estimated_nbytes: expected bytes of the payload, estimated from samples.
         planes: expected mode and bytes of each plane without side data; empty if the tensor is not
             coded plane by plane.
         side: the side data, which predict exponents from row and column; often there are none.
         plain_nbytes: bytes expected without the base; 0 if no base is used.
-        matches: whether chunks are coded by matches instead of plane by plane.
+        whole: how chunks of whole units are coded: by Zstandard, matches or nibbles; stored if
+            chunks are coded plane by plane.
     """
 
     geometry: Geometry
     level: Level
-    zstd: bool
     estimated_nbytes: int
     planes: tuple[tuple[int, int], ...] = ()
     side: SideData = NO_SIDE_DATA
     plain_nbytes: int = 0
-    matches: bool = False
+    whole: Mode = Mode.STORED
 
     @property
     def split(self) -> Split:
@@ -99,11 +104,15 @@ class Plan(NamedTuple):
         if self.plain_nbytes:
             share = self.estimated_nbytes / self.plain_nbytes
             return f"differences from the base take {share:.1%} of what the tensor would"
-        if self.zstd or self.matches:
-            coder = "zstd takes" if self.zstd else "matches take"
-            return f"repetitive: {coder} {self.estimated_nbytes / self.nbytes:.1%} of a sample"
+        part = f"{self.estimated_nbytes / self.nbytes:.1%} of a sample"
+        if self.whole == Mode.NIBBLES:
+            return f"pairs of 4-bit numbers: take {part}"
+        if self.whole:
+            coder = "zstd takes" if self.whole == Mode.ZSTD else "matches take"
+            return f"repetitive: {coder} {part}"
         if not self.planes:
-            return "incompressible in a sample: stored"
+            is_short = self.nbytes <= FRAME_ALIGNMENT  # then padding takes what packing saves
+            return "too short to pack: stored" if is_short else "incompressible in a sample: stored"
         bits = 8 / (self.nbytes // len(self.planes))  # a unit has one byte for each plane
         words = ", ".join(f"{Mode(mode).name.lower()} {n * bits:.2f}" for mode, n in self.planes)
         saved = f"; row and column save {self.side.saving * bits:.2f}" if self.side.saving else ""
@@ -126,29 +135,58 @@ def choose_plan(source: Source, level: Level, *, with_side: bool = True) -> Plan
     if level == Level.MAX:
         geometry = cut(dtype, split, nbytes, CLASSED_CHUNK_NBYTES)
     if nbytes == 0:
-        return Plan(geometry, level, False, 0)
+        return Plan(geometry, level, 0)
+    short = _core.plan_short(data, dtype.code, len(shape), level)
+    if short is not None:
+        geometry, whole, streams = short
+        planes = () if geometry.split == Split.WHOLE else tuple(streams)
+        return Plan(geometry, level, sum([n for _, n in streams]), planes, whole=Mode(whole))
     n_samples = min(_MAX_SAMPLES, 1 + nbytes // _SAMPLE_EVERY_NBYTES)
     estimates, is_odd = _core.estimate_planes(data, geometry, level, n_samples)
     planes_nbytes = sum([nbytes for _, nbytes in estimates])
     if _core.needs_no_plan(data, dtype.code, shape, level):  # then the core does not ask for one
-        return Plan(geometry, level, False, planes_nbytes, tuple(estimates))
+        return Plan(geometry, level, planes_nbytes, tuple(estimates))
+    nibbles = _nibbles_plan(source, level, planes_nbytes, n_samples)
+    best_nbytes = planes_nbytes if nibbles is None else nibbles.estimated_nbytes
     if all([mode == Mode.CONSTANT for mode, _ in estimates]):  # a chunk takes one row and no time
         geometry = cut(dtype, split, nbytes, CLASSED_CHUNK_NBYTES)
     elif _may_repeat(source, level, estimates, is_odd):
-        whole_nbytes, matches = _estimate_whole(source, level, planes_nbytes)
-        if whole_nbytes < planes_nbytes * (1 - _WHOLE_MUST_SAVE):
+        whole_nbytes, coder = _estimate_whole(source, level, best_nbytes)
+        if whole_nbytes < best_nbytes * (1 - _WHOLE_MUST_SAVE):
             geometry = cut(dtype, Split.WHOLE, nbytes, ZSTD_CHUNK_NBYTES)
-            return Plan(geometry, level, not matches, whole_nbytes, matches=matches)
+            return Plan(geometry, level, whole_nbytes, whole=coder)
+    if nibbles is not None:
+        return nibbles
     if planes_nbytes > nbytes * (1 - _MIN_SAVING):
-        whole = Geometry(dtype.unit_nbytes, Split.WHOLE, geometry.chunk_log, nbytes)
-        return Plan(whole, level, False, nbytes)
+        as_it_is = Geometry(dtype.unit_nbytes, Split.WHOLE, geometry.chunk_log, nbytes)
+        return Plan(as_it_is, level, nbytes)
     side = NO_SIDE_DATA
     if with_side:
         side = choose_side(source, level, estimates[0][1])
     if side.saving:
         geometry = cut(dtype, split, nbytes, CLASSED_CHUNK_NBYTES)
         planes_nbytes -= side.saving
-    return Plan(geometry, level, False, planes_nbytes, tuple(estimates), side)
+    return Plan(geometry, level, planes_nbytes, tuple(estimates), side)
+
+
+def _nibbles_plan(source: Source, level: Level, planes_nbytes: int, n_samples: int) -> Plan | None:
+    """The plan that codes bytes as pairs of numbers of four bits, as quantised weights are stored;
+    None if that does not pay, or if the dtype has exponents."""
+    data, dtype = source.data, source.dtype
+    if Split.FLOAT in dtype.splits or planes_nbytes < data.size * _NIBBLES_TAKE:
+        return None
+    most = data.size * (1 - _NIBBLES_MUST_SAVE[level])
+    nbytes, _ = _core.estimate_nibbles(data, dtype.unit_nbytes, level, 1)
+    if nbytes >= (most + data.size) / 2:  # a first look, which is enough for noise
+        return None
+    nbytes, alike_nbytes = _core.estimate_nibbles(data, dtype.unit_nbytes, level, n_samples)
+    if level is not Level.FAST:  # there, bytes have no models
+        most = min(most, alike_nbytes * _MAY_TAKE)
+        planes_nbytes = int(planes_nbytes * _ABOUT_EQUAL)
+    if nbytes >= min(most, planes_nbytes):
+        return None
+    geometry = cut(dtype, Split.WHOLE, data.size, NIBBLE_CHUNK_NBYTES)
+    return Plan(geometry, level, nbytes, whole=Mode.NIBBLES)
 
 
 def _may_repeat(
@@ -156,20 +194,22 @@ def _may_repeat(
 ) -> bool:
     """Whether trials of matches and zstd are worth their time. The last plane of real weights is
     noise. If it is not, or if the samples missed much of the tensor, the data is not weights. If
-    all planes seem to be noise, a glance shows whether anything repeats or rises; but at level
-    `fast`, zstd is all there is against such planes."""
+    all planes seem to be noise, or units are bytes, a glance shows whether anything repeats more
+    than by chance, or rises; but at level `fast`, zstd is all there is against such planes."""
     nbytes, dtype = source.data.size, source.dtype
+    planes_nbytes = sum([n for _, n in estimates])
     share = _REPETITIVE if dtype.unit_nbytes > 1 else _REPETITIVE / 2
     is_noise = Split.FLOAT in dtype.splits and estimates[-1][1] * dtype.unit_nbytes > nbytes * share
     if is_noise and not is_odd:
         return False
-    if level == Level.FAST or sum([n for _, n in estimates]) <= nbytes * _NOISE:
+    looks_like_noise = dtype.unit_nbytes == 1 or planes_nbytes > nbytes * _NOISE
+    if level == Level.FAST or not looks_like_noise:
         return True
-    return _core.may_match(source.data, dtype.unit_nbytes)
+    return _core.may_match(source.data, dtype.unit_nbytes, min(planes_nbytes, nbytes))
 
 
-def _estimate_whole(source: Source, level: Level, planes_nbytes: int) -> tuple[int, bool]:
-    """Estimates the bytes that whole units take, and whether matches are better than zstd."""
+def _estimate_whole(source: Source, level: Level, planes_nbytes: int) -> tuple[int, Mode]:
+    """Estimates the bytes that whole units take, and whether by matches or by zstd."""
     data, unit_nbytes = source.data, source.dtype.unit_nbytes
 
     def match_nbytes(piece: ByteArray) -> int:
@@ -202,16 +242,16 @@ def _estimate_whole(source: Source, level: Level, planes_nbytes: int) -> tuple[i
         if unit_nbytes == 1:
             share = 1 if level is Level.MAX else _BYTES_MAY_TAKE
         matches = by_matches < by_zstd * share
-        return by_matches if matches else by_zstd, matches
+        return (by_matches, Mode.MATCHES) if matches else (by_zstd, Mode.ZSTD)
     if by_matches < by_zstd:
         long = max(_PIECE_NBYTES, data.size // _LONG_PIECE_PART // 8 * 8)
         long = min(ZSTD_CHUNK_NBYTES, long)
         if long > part and by_matches <= data.size * _VERY_REPETITIVE:
             by_matches = _estimate_pieces(data, match_nbytes_soon, long)
-        return by_matches, True
+        return by_matches, Mode.MATCHES
     if by_zstd <= data.size * _VERY_REPETITIVE:
         by_zstd = _estimate_pieces(data, zstd_nbytes, ZSTD_CHUNK_NBYTES)
-    return by_zstd, False
+    return by_zstd, Mode.ZSTD
 
 
 def _estimate_pieces(

@@ -196,4 +196,4 @@ def plan_delta(source: Source, level: Level, base: Base) -> Plan:
             return plain
     if nbytes + _NAME_NBYTES >= plain.estimated_nbytes:
         return choose_plan(source, level) if plain.planes else plain
-    return Plan(geometry, level, False, nbytes, plain_nbytes=plain.estimated_nbytes)
+    return Plan(geometry, level, nbytes, plain_nbytes=plain.estimated_nbytes)

@@ -238,7 +238,7 @@ def _again(
         and plan.nbytes == source.data.size > 0
         and plan.level == resolve_level(level)
         and plan.geometry.unit_nbytes == source.geometry.unit_nbytes
-        and (plan.zstd or plan.split in source.dtype.splits)
+        and plan.split in source.dtype.splits
         and bool(plan.plain_nbytes) == has_base
         and not plan.side.saving
     )

@@ -73,11 +73,11 @@ def encode_payload(
     table = np.empty((geometry.n_chunks, 1 + geometry.n_planes), np.uint32)
     leaves = empty_leaves(data.size)
     base_leaves = None if base is None or base_is_fixed else empty_leaves(base.data.size)
-    if plan.zstd:
+    if plan.whole == Mode.ZSTD:
         nbytes = encode_zstd(data, plan, dst, table, leaves, threads)
     else:
         context = _core.EncodeContext(
-            plan.level, plan.side.view(), base, plan.plain_nbytes, last_mode, matches=plan.matches
+            plan.level, plan.side.view(), base, plan.plain_nbytes, last_mode, whole=plan.whole
         )
         output = _core.EncodeOutput(dst, table, leaves, base_leaves)
         nbytes = _core.encode_chunks(data, geometry, context, output, threads)

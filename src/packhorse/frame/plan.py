@@ -25,6 +25,8 @@ from packhorse.layout import (
     STREAM_NBYTES_MASK,
     DType,
     Level,
+    Mode,
+    Split,
 )
 
 if TYPE_CHECKING:
@@ -183,9 +185,11 @@ def plan_of(header: FrameHeader) -> Plan:
         (int(streams[longest[p], p]) >> STREAM_NBYTES_BITS, int(lengths[:, p].sum()))
         for p in range(header.n_planes)
     )
-    return Plan(
-        header.geometry, Level(header.level), False, sum(nbytes for _, nbytes in planes), planes
-    )
+    total, mode = sum(nbytes for _, nbytes in planes), Mode(planes[0][0])
+    if header.split == Split.WHOLE and Split.FLOAT not in header.dtype.splits:
+        whole = mode if mode in (Mode.MATCHES, Mode.NIBBLES) else Mode.STORED
+        return Plan(header.geometry, Level(header.level), total, whole=whole)
+    return Plan(header.geometry, Level(header.level), total, planes)
 
 
 def checked_source(src: Buffer, dtype: str, shape: Sequence[int]) -> Source:

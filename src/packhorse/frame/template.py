@@ -80,7 +80,8 @@ class Template(NamedTuple):
             that were read, old or new.
         """
         leaves = empty_leaves(data.size)
-        row, payload = (self._zstd if self.plan.zstd else self._planes)(data, leaves)
+        code = self._zstd if self.plan.whole == Mode.ZSTD else self._chunks
+        row, payload = code(data, leaves)
         digest = hash_root(finish_leaves(leaves, data.size))
         header = bytearray(self.header)
         nbytes = len(header) + len(payload)
@@ -89,17 +90,17 @@ class Template(NamedTuple):
         _CRC.pack_into(header, HEADER_CRC_OFFSET, _core.crc32c(bytes(header)))
         return b"".join((header, payload)), digest
 
-    def _planes(self, data: ByteArray, leaves: ByteArray) -> tuple[bytes, bytes]:
-        """The row of the table, and the payload, of a tensor that is coded plane by plane."""
+    def _chunks(self, data: ByteArray, leaves: ByteArray) -> tuple[bytes, bytes]:
+        """The row of the table, and the payload, of a tensor that the core codes."""
         plan, memory = self.plan, np.empty(padded(data.size), np.uint8)
         table = np.empty((1, 1 + plan.geometry.n_planes), np.uint32)
-        context = _core.EncodeContext(plan.level, None, None, 0, matches=plan.matches)
+        context = _core.EncodeContext(plan.level, None, None, 0, whole=plan.whole)
         output = _core.EncodeOutput(memory, table, leaves, None)
         nbytes = _core.encode_chunks(data, plan.geometry, context, output, 1)
         return table.tobytes(), memory[:nbytes].tobytes()
 
     def _zstd(self, data: ByteArray, leaves: ByteArray) -> tuple[bytes, bytes]:
-        """As `_planes`, of a tensor that Zstandard codes."""
+        """As `_chunks`, of a tensor that Zstandard codes."""
         copy = np.empty(data.size, np.uint8)
         _core.copy_with_leaves(data, copy, leaves)
         stream = zstd.compress_chunk(copy, self.plan.level, long_matches=self.long_matches)

@@ -25,7 +25,7 @@ from packhorse.reference.header import (
     read_header,
 )
 from packhorse.reference.matches import Nested, decode_matches
-from packhorse.reference.rans import Place
+from packhorse.reference.rans import Place, decode_nibbles
 from packhorse.reference.sparse import decode_sparse_delta
 from packhorse.reference.streams import decode_stream
 from packhorse.reference.words import Reader, crc32c, equal, zero
@@ -192,6 +192,8 @@ def _decode_chunk(
     if chunk.streams[0][0] == Mode.MATCHES:
         size = units.dtype.unit_nbytes
         return decode_matches(streams[0], chunk.n_units, size, _decode_nested)
+    if chunk.streams[0][0] == Mode.NIBBLES:
+        return decode_nibbles(streams[0], chunk.n_units * units.dtype.unit_nbytes)
     return _decode_planes(streams, units, side, chunk)
 
 

@@ -249,7 +249,7 @@ def _allowed(mode: Mode, units: Units) -> bool:
     """The table of section 6, without the modes of differences."""
     if mode in (Mode.PALETTE, Mode.RANS):
         return units.item_nbytes == 1
-    if mode in (Mode.ZSTD, Mode.MATCHES):
+    if mode in (Mode.ZSTD, Mode.MATCHES, Mode.NIBBLES):
         return units.split == Split.WHOLE
     return mode != Mode.CLASSED_RANS or units.split != Split.WHOLE
 

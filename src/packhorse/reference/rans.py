@@ -1,4 +1,5 @@
-"""Sections 6.4 and 6.5 of docs/format.md: rANS, with one model or with a model for each class.
+"""Sections 6.4, 6.5 and 6.9 of docs/format.md: rANS, with one model or with a model for each class,
+and of half bytes.
 
 One model is the same as a single class, so one loop decodes both: `_decode_classes` takes the model
 and the units of each class, in the order of decoding. `delta` uses the same coder.
@@ -27,6 +28,7 @@ __all__ = [
     "Place",
     "check_coder",
     "decode_classed_rans",
+    "decode_nibbles",
     "decode_rans",
     "decode_words",
     "read_states",
@@ -83,6 +85,17 @@ def decode_classed_rans(reader: Reader, place: Place) -> Decoded:
     pairs = zip(yielded, predictions, strict=True)
     plane = bytes((y - layout.PREDICTION_BIAS + q // 4) % 256 for y, q in pairs)
     return Decoded(plane, yielded, carried)
+
+
+def decode_nibbles(reader: Reader, nbytes: int) -> bytes:
+    """Section 6.9: decodes a chunk of `nbytes` bytes."""
+    head = _read_head(reader)
+    equal(head.raw.n_bits, layout.NIBBLE_BITS, "raw_bits", reader.start + 2)
+    equal(head.raw.mask, 0, "raw_mask", reader.start + 3)
+    model = read_model(reader, head.raw.n_symbols)
+    units, carried = _decode_classes(reader, head, [model], [list(range(2 * nbytes))])
+    equal(carried, bytes(len(carried)), "lower halves of the last states", reader.start)
+    return bytes(low // 16 + high for low, high in zip(units[::2], units[1::2], strict=True))
 
 
 def _read_head(reader: Reader) -> _Head:

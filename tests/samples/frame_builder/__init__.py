@@ -23,6 +23,7 @@ from frame_builder.draws import (
     draw_delta,
     draw_delta_frame,
     draw_matches_frame,
+    draw_nibbles_frame,
     draw_sparse,
     odd_floats,
 )
@@ -37,6 +38,7 @@ from frame_builder.frames import (
     crc32c,
 )
 from frame_builder.matches import Match, Matches
+from frame_builder.nibbles import Nibbles
 from frame_builder.planes import split_planes
 from frame_builder.samples import DELTAS, SMALL, side_of, units_of_values
 from frame_builder.sparse import Sparse
@@ -56,6 +58,7 @@ __all__ = [
     "Edit",
     "Match",
     "Matches",
+    "Nibbles",
     "Palette",
     "Rans",
     "Raw",
@@ -70,6 +73,7 @@ __all__ = [
     "draw_delta",
     "draw_delta_frame",
     "draw_matches_frame",
+    "draw_nibbles_frame",
     "draw_sparse",
     "hexdump",
     "narrowed",

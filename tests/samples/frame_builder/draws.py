@@ -8,6 +8,7 @@ from frame_builder.codings import Classed, Coding, Palette, Rans, Stored
 from frame_builder.deltas import Base, Delta, DeltaEqual
 from frame_builder.frames import BuiltFrame, build_frame
 from frame_builder.matches import Matches
+from frame_builder.nibbles import Nibbles
 from frame_builder.samples import units_of_values
 from frame_builder.sparse import Sparse
 from packhorse.layout import DTYPES, DType, Mode
@@ -16,6 +17,7 @@ __all__ = [
     "draw_delta",
     "draw_delta_frame",
     "draw_matches_frame",
+    "draw_nibbles_frame",
     "draw_sparse",
     "odd_floats",
 ]
@@ -156,5 +158,31 @@ def draw_matches_frame(rng: random.Random) -> BuiltFrame:
         units, coding = draw_matches(rng, row.unit_nbytes, n)
         data += units
         codings.append([coding if rng.random() < 0.9 else Stored()])
+    how = {"split": 0, "chunk_log": chunk_log}
+    return build_frame(data, row.name, codings=lambda chunk: codings[chunk], **how)
+
+
+def _draw_nibbles(rng: random.Random) -> Nibbles:
+    """Any legal model: of all halves that occur or of some, with a wider range, for any lanes."""
+    lanes_log = rng.choice((2, 2, 3, 4, 5, 6, 7))
+    if rng.random() < 0.4:
+        return Nibbles(lanes_log)
+    mapped = tuple(sorted(rng.sample(range(16), rng.randint(2, 9))))
+    room = (rng.randint(0, mapped[0]), rng.randint(0, 15 - mapped[-1]))
+    return Nibbles(
+        lanes_log, mapped=mapped, escape_frequency=rng.choice((1, 90, 2000)), margin=room
+    )
+
+
+def draw_nibbles_frame(rng: random.Random) -> BuiltFrame:
+    """A frame of whole units, most chunks of which have mode nibbles."""
+    row = rng.choice([row for row in DTYPES if row.bits == 8 * row.unit_nbytes])
+    chunk_log = rng.choice((6, 6, 7, 9))
+    data, codings = b"", []
+    for n in [1 << chunk_log] * rng.choice((0, 0, 1, 2)) + [rng.randint(1, 1 << chunk_log)]:
+        halves = [min(15, int(rng.expovariate(rng.choice((0.2, 1))))) for _ in range(2)]
+        halves += rng.choices(range(16), k=2 * n * row.unit_nbytes - 2)
+        data += bytes(low | high << 4 for low, high in zip(halves[::2], halves[1::2], strict=True))
+        codings.append([_draw_nibbles(rng) if rng.random() < 0.9 else Stored()])
     how = {"split": 0, "chunk_log": chunk_log}
     return build_frame(data, row.name, codings=lambda chunk: codings[chunk], **how)

@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 SIDE = -1  # what an edit gets for chunk and plane with the stream of the side data
-VERSIONS = {Mode.SPARSE_DELTA: 2, Mode.MATCHES: 3}  # of the modes that came later
+VERSIONS = {Mode.SPARSE_DELTA: 2, Mode.MATCHES: 3, Mode.NIBBLES: 4}  # of the modes that came later
 FIELDS = {
     "magic": (0, "4s"),
     "version": (4, "B"),

@@ -11,6 +11,7 @@ from frame_builder.codings import Classed, Coding, Constant, Palette, Rans, Stor
 from frame_builder.deltas import Base, Delta, DeltaEqual
 from frame_builder.frames import BuiltFrame, Side, build_frame
 from frame_builder.matches import Matches
+from frame_builder.nibbles import Nibbles
 from frame_builder.sparse import Sparse
 from packhorse.layout import DTYPE_BY_NAME, ClassSource
 
@@ -37,6 +38,7 @@ _SAMPLE = units_of_values(30, 2, 9)
 
 
 _IDS = struct.pack("<40q", *[7, 900, 31, 900, 31, 900, 31, 7, -100, 12] * 4)
+_PAIRS = bytes(b % 11 << 4 | b // 11 % 7 for b in units_of_values(40, 1, 20))
 _SORTED = struct.pack("<40I", *[10_000_000 + 3 * i + i % 7 // 6 for i in range(40)])
 
 
@@ -69,6 +71,10 @@ SMALL: dict[str, Callable[..., BuiltFrame]] = {
     ),
     "matches-differences": lambda **kw: build_frame(
         _SORTED, "U32", codings=[Matches(1, True, base=2, before=9_999_998)], **kw
+    ),
+    "nibbles": lambda **kw: build_frame(_PAIRS, codings=[Nibbles()], **kw),
+    "nibbles-of-words": lambda **kw: build_frame(
+        _PAIRS, "I32", codings=[Nibbles(3, mapped=(2, 3, 4, 5), margin=(1, 2))], **kw
     ),
     "lead": _bf16(Palette(2), Classed(thresholds=(40, 150), raw_bits=4)),
     "prediction": _bf16(

@@ -5,7 +5,7 @@ lie. The rows are for every decoder; the fragment is part of the slow decoder's 
 must be decoded with its base, `Lie.base()`; most frames have none.
 """
 
-from lying_frames import deltas, headers, matches, sparse, streams
+from lying_frames import deltas, headers, matches, nibbles, sparse, streams
 from lying_frames.lie import DATA, LIES, Lie, set_at
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "deltas",
     "headers",
     "matches",
+    "nibbles",
     "set_at",
     "sparse",
     "streams",

@@ -22,7 +22,7 @@ from packhorse.layout import Mode
 HEADER_LIES = {
     "another magic": ("H2", {"magic": b"\x89PHG"}, "magic at byte offset 0 is 89504847"),
     "version 0": ("H3", {"version": 0}, "version at byte offset 4 is 0"),
-    "version 4": ("H4", {"version": 4}, "version at byte offset 4 is 4"),
+    "version 5": ("H4", {"version": 5}, "version at byte offset 4 is 5"),
     "version 255": ("H4", {"version": 255}, "upgrade"),
     "flag 2": ("H5", {"flags": 4}, "flags 0x4 at byte offset 8"),
     "flag 2 beside a base": ("H5", {"flags": 5}, "flags 0x5 at byte offset 8"),
@@ -207,7 +207,7 @@ PLACE_LIES = {
         lambda: with_side(fb.side_of(5, 6), edit=appended(b"x", plane=SIDE)),
         "stored side data at byte offset 52 is 12, but must be 11",
     ),
-    "mode 9": ("D1", lambda: raw(9, bytes(60)), "unknown mode 9"),
+    "mode 10": ("D1", lambda: raw(10, bytes(60)), "unknown mode 10"),
     "mode 255": ("D1", lambda: raw(255, b""), "unknown mode 255"),
     "a palette of units": ("D2", lambda: of_units(Mode.PALETTE), "mode palette"),
     "rans of units": ("D2", lambda: of_units(Mode.RANS), "mode rans"),

@@ -23,7 +23,7 @@ from packhorse.disk.shelf.records import CHUNK_HEAD_NBYTES, TensorRecord
 from packhorse.frame import Frame, Plan, compress_buffer, max_frame_nbytes
 from packhorse.frame.compress import pack_plain
 from packhorse.frame.template import Template
-from packhorse.layout import DTYPE_BY_NAME, Level
+from packhorse.layout import DTYPE_BY_NAME, Level, Mode
 
 __all__ = ["SHORT_NBYTES", "Content", "FrameMemory", "Packed", "Planner", "pack_chunk"]
 
@@ -193,7 +193,8 @@ class Planner:
             pattern.nbytes = len(packed.frame)
         elif frame.plan is not None and fresh.has_base == (base is not None):
             template = Template.of(frame) if content.data.size < SHORT_NBYTES else None
-            n_uses = _SHORT_USES if template is not None and frame.plan.zstd else _USES_OF_PLAN
+            by_zstd = frame.plan.whole == Mode.ZSTD
+            n_uses = _SHORT_USES if template is not None and by_zstd else _USES_OF_PLAN
             self._patterns[key] = _Pattern(frame.plan, nbytes, n_uses, template)
             while len(self._patterns) > _MAX_PLANS:
                 self._patterns.popitem(last=False)

@@ -59,6 +59,7 @@ MODE_COLORS = {
     "palette": "ochre",
     "zstd": "purple",
     "matches": "brown",
+    "nibbles": "green",
     "delta": "rose",
 }
 _MODE_WORDS = {
@@ -69,6 +70,7 @@ _MODE_WORDS = {
     "palette": "palette",
     "zstd": "zstd",
     "matches": "repeated numbers",
+    "nibbles": "rANS of half bytes",
     "delta": "difference",
 }
 
