@@ -94,7 +94,7 @@ def test_what_does_not_pay_is_stored_or_constant(kind: str) -> None:
         assert modes(frame) <= {Mode.NIBBLES, Mode.STORED, Mode.CONSTANT}
         assert frame.nbytes <= len(data) + 192
         if kind in ("constant", "noise"):
-            assert Mode.NIBBLES not in modes(frame)
+            assert modes(frame) == {Mode.CONSTANT if kind == "constant" else Mode.STORED}
 
 
 @pytest.mark.parametrize("rare", [0x10, 0xF3, 0x0F])
@@ -137,6 +137,11 @@ def test_the_core_refuses_nibbles_of_split_units_or_beside_a_base() -> None:
     output = _core.EncodeOutput(np.empty(2048, np.uint8), np.empty((1, 3), np.uint32), leaves)
     with pytest.raises(ValueError, match="matches and nibbles need whole units and no base"):
         _core.encode_chunks(source, geometry, context, output, 1)
+    whole = _core.Geometry(1, Split.WHOLE, 12, 2000)
+    base = _core.Base(source, False, 0)
+    context = _core.EncodeContext(2, None, base, 0, whole=Mode.NIBBLES)
+    with pytest.raises(ValueError, match="matches and nibbles need whole units and no base"):
+        _core.encode_chunks(source, whole, context, output, 1)
     context = _core.EncodeContext(2, None, None, 0, whole=Mode.RANS)
     with pytest.raises(ValueError, match="whole must be stored, matches or nibbles"):
         _core.encode_chunks(source, geometry, context, output, 1)
