@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from codec_battery import ISAS, check_tensor, forced, guarded, guarded_output, make_data
+from codec_battery import ISAS, check_paths, check_tensor, forced, guarded, make_data
 from frame_builder import SMALL, draw_matches_frame
 
 from packhorse import _core
@@ -32,23 +32,7 @@ def matched(data: bytes, dtype: str, level: Level) -> Frame:
 
 def check(data: bytes, dtype: str, level: Level) -> Frame:
     """Every path writes the same bytes, and reads them, whole and in part."""
-    frames = []
-    for isa in ISAS:
-        with forced(isa):
-            frames.append(matched(data, dtype, level))
-    packed = frames[0].to_bytes()
-    assert all(frame.to_bytes() == packed for frame in frames)
-    for isa in ISAS:
-        with forced(isa):
-            frame = Frame.from_buffer(guarded(packed))
-            target = guarded_output(len(data))
-            frame.decompress_into(target, threads=2)
-            assert bytes(target) == data
-            first, stop = len(data) // 3, len(data) - len(data) // 5
-            part = guarded_output(stop - first)
-            frame.decompress_into(part, start=first, stop=stop)
-            assert bytes(part) == data[first:stop]
-    return frame
+    return check_paths(data, lambda _: matched(data, dtype, level))
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [*product(DTYPES, KINDS)])

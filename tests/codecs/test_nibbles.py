@@ -4,7 +4,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from codec_battery import ISAS, forced, guarded, guarded_output, make_data
+from codec_battery import check_paths, make_data
 from frame_builder import SMALL
 
 from packhorse import _core
@@ -29,24 +29,7 @@ def halved(data: bytes, dtype: str, level: Level, threads: int = 1) -> Frame:
 
 def check(data: bytes, dtype: str, level: Level = Level.DEFAULT) -> Frame:
     """Every path writes the same bytes, and reads them, whole and in part."""
-    frames = []
-    for threads, isa in enumerate(ISAS, 1):
-        with forced(isa):
-            frames.append(halved(data, dtype, level, threads))
-    packed = frames[0].to_bytes()
-    assert all(frame.to_bytes() == packed for frame in frames)
-    for isa in ISAS:
-        with forced(isa):
-            frame = Frame.from_buffer(guarded(packed))
-            target = guarded_output(len(data))
-            frame.decompress_into(target, threads=2)
-            assert bytes(target) == data
-            first, stop = len(data) // 3, len(data) - len(data) // 5
-            part = guarded_output(stop - first)
-            frame.decompress_into(part, start=first, stop=stop)
-            assert bytes(part) == data[first:stop]
-            frame.verify()
-    return frame
+    return check_paths(data, lambda threads: halved(data, dtype, level, threads))
 
 
 def modes(frame: Frame) -> set[Mode]:

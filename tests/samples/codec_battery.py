@@ -47,6 +47,7 @@ __all__ = [
     "SANITIZED",
     "SMALL",
     "Sample",
+    "check_paths",
     "check_tensor",
     "forced",
     "guarded",
@@ -299,6 +300,36 @@ def check_tensor(data: bytes, dtype: str, *, level: str = "default") -> Frame:
     if len(data) <= REFERENCE_NBYTES:
         assert decode_frame(packed).data == data, "the reference decoder reads other bytes"
     return frames[0]
+
+
+def check_paths(data: bytes, pack: Callable[[int], Frame]) -> Frame:
+    """Every code path writes the same bytes, and reads them, whole and in part.
+
+    Args:
+        data: the tensor's bytes.
+        pack: packs them with this number of threads, another one in each path.
+
+    Returns:
+        The frame, for further questions.
+    """
+    frames = []
+    for threads, isa in enumerate(ISAS, 1):
+        with forced(isa):
+            frames.append(pack(threads))
+    packed = frames[0].to_bytes()
+    assert all(frame.to_bytes() == packed for frame in frames), "the paths' bytes differ"
+    for isa in ISAS:
+        with forced(isa):
+            frame = Frame.from_buffer(guarded(packed))
+            target = guarded_output(len(data))
+            frame.decompress_into(target, threads=2)
+            assert bytes(target) == data
+            first, stop = len(data) // 3, len(data) - len(data) // 5
+            part = guarded_output(stop - first)
+            frame.decompress_into(part, start=first, stop=stop)
+            assert bytes(part) == data[first:stop]
+            frame.verify()
+    return frame
 
 
 # Frames for the tests that damage them.
