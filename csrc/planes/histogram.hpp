@@ -252,17 +252,20 @@ inline uint64_t entropy_cost(const SymbolCounts& symbols) {
     return entropy_cost(symbols.counts, symbols.n, symbols.total);
 }
 
-// The same without that term: no code takes less for the units that were counted.
+// Such a cost without that term: no code takes less for the units that were counted.
+inline uint64_t without_bias(uint64_t cost, uint32_t n_values) {
+    const uint64_t bias = static_cast<uint64_t>(kBiasCost) * (std::max(n_values, 1u) - 1);
+    return cost - std::min(cost, bias);
+}
+
 inline uint64_t least_cost(const SymbolCounts& symbols) {
-    const uint64_t bias = static_cast<uint64_t>(kBiasCost) * (std::max(symbols.n, 1u) - 1);
-    return entropy_cost(symbols) - std::min(entropy_cost(symbols), bias);
+    return without_bias(entropy_cost(symbols), symbols.n);
 }
 
 inline uint64_t least_cost(const Histogram& histogram) {
     uint32_t n_seen = 0;
     for (const uint32_t count : histogram.counts) n_seen += count > 0 ? 1 : 0;
-    const uint64_t bias = static_cast<uint64_t>(kBiasCost) * (std::max(n_seen, 1u) - 1);
-    return entropy_cost(histogram) - std::min(entropy_cost(histogram), bias);
+    return without_bias(entropy_cost(histogram), n_seen);
 }
 
 // Cost of a histogram if each symbol gets the slots nearest to its share, in 2^-16 bits.
