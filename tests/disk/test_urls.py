@@ -20,6 +20,7 @@ import safetensors.numpy
 from s3_server import Server
 
 import packhorse
+from packhorse import _core
 from packhorse.disk import (
     logical_nbytes,
     pack_file,
@@ -28,7 +29,7 @@ from packhorse.disk import (
     verify_file,
 )
 from packhorse.errors import ChangedError, CorruptionError
-from packhorse.numpy import load_file, save_file
+from packhorse.numpy import compress, load_file, save_file
 from packhorse.storage import upload
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what the libraries of AWS are warned of
@@ -250,6 +251,33 @@ def test_damage_at_a_url_is_told(s3: Server, model: dict[str, np.ndarray[Any, An
 
 def read_rows(file: packhorse.disk.PackedFile, results: Any) -> None:
     results.put(file.get_slice("layers.1.weight")[5:7].tobytes())
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_tensors_at_a_url_are_decoded_together(
+    s3: Server, monkeypatch: pytest.MonkeyPatch, threads: int
+):
+    rng = np.random.default_rng(2)
+    expected = {f"n{i:03}": rng.normal(0, 1, 384).astype(np.float32) for i in range(200)}
+    expected |= {f"m{i:03}": rng.normal(0, 1, (1024, 2048)).astype(np.float32) for i in range(3)}
+    save_file(expected, PACKED)
+    assert s3.fs.size(PACKED) > 1 << 24  # more than one block is read
+    calls = []
+    real = _core.unpack_to_views
+
+    def counted(frames, views, n_threads):
+        calls.append(len(frames))
+        return real(frames, views, n_threads)
+
+    monkeypatch.setattr(_core, "unpack_to_views", counted)
+    assert same(load_file(PACKED, threads=threads), expected)
+    assert sum(calls) == len(expected)
+    assert len(calls) == 1
+    data = bytearray(s3.fs.cat_file(PACKED))
+    data[data.index(compress(expected["n150"]).to_bytes()[-500:-400])] ^= 1
+    s3.fs.pipe_file(PACKED, bytes(data))
+    with pytest.raises(CorruptionError, match=rf"^{PACKED}: tensor 'n150': byte \d+"):
+        load_file(PACKED, threads=threads)
 
 
 @pytest.mark.parametrize(("method", "n"), [("fork", 2), ("spawn", 1)])

@@ -10,7 +10,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from packhorse import _core
 from packhorse.disk import Shelf
+from packhorse.errors import CompatibilityError, CorruptionError
+from packhorse.numpy import compress
 
 
 @pytest.fixture
@@ -74,6 +77,87 @@ def test_a_state_comes_back(shelf: Shelf, name: str) -> None:
         same(shelf.load("again"), STATES[name])
     with Shelf(shelf.path, "r") as other:
         same(other.load("again"), STATES[name])
+
+
+def mixed(n: int) -> dict[str, Any]:
+    """Tensors of one chunk and of several, with and without bases, and some that need Zstandard."""
+    rng = np.random.default_rng(1)
+    return {
+        f"{kind}{i}": value
+        for i in range(n)
+        for kind, value in {
+            "norm": rng.normal(1, 0.1, 384).astype(ml_dtypes.bfloat16),
+            "matrix": rng.normal(0, 0.02, (300, 600)).astype(np.float32),
+            "text": np.frombuffer(f"line {i} of a text. ".encode() * 4000, np.uint8),
+            "F6": rng.normal(0, 1, (4, 8)).astype(ml_dtypes.float6_e3m2fn),
+            "zeros": np.zeros(1000),
+        }.items()
+    }
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many frames each call of the core unpacks."""
+    found = []
+    real = _core.unpack_to_views
+
+    def counted(frames: Any, views: Any, threads: int) -> Any:
+        found.append(len(frames))
+        return real(frames, views, threads)
+
+    monkeypatch.setattr(_core, "unpack_to_views", counted)
+    return found
+
+
+@pytest.mark.parametrize("cache_nbytes", [0, 1 << 28])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_tensors_of_a_state_are_decoded_together(
+    tmp_path: Path, calls: list[int], threads: int, cache_nbytes: int
+) -> None:
+    state = mixed(5)
+    with Shelf(tmp_path / "s.shelf", threads=threads, cache_nbytes=cache_nbytes) as shelf:
+        shelf.save("s", state)
+        same(shelf.load("s"), state)
+        with shelf.transaction():
+            shelf["s2"] = state["matrix0"]
+            same(shelf.load("s"), state)
+    assert calls == [5 * 9] * 2  # a matrix has six chunks; F6 has other elements in memory
+
+
+def test_tensors_of_pytorch_are_decoded_together(shelf: Shelf, calls: list[int]) -> None:
+    torch = pytest.importorskip("torch")
+    state = mixed(3) | {"F4": np.ones((3, 4), ml_dtypes.float4_e2m1fn)}
+    shelf.save("s", state)
+    with pytest.raises(CompatibilityError, match=r"^F60: "):
+        shelf.load("s", framework="pt")
+    state = {name: value for name, value in state.items() if not name.startswith("F6")}
+    shelf.save("s", state)
+    found = shelf.load("s", framework="pt")
+    assert calls == [3 * 9]
+    assert list(found) == list(state)
+    assert found["F4"].view(torch.uint8).tolist() == [[0x22, 0x22]] * 3
+    for name in state.keys() - {"F4"}:
+        assert found[name].shape == state[name].shape
+        assert found[name].reshape(-1).view(torch.uint8).numpy().tobytes() == state[name].tobytes()
+
+
+@pytest.mark.parametrize("victim", ["norm3", "matrix2"])
+def test_the_chunk_that_is_damaged_is_named(tmp_path: Path, victim: str) -> None:
+    state = {name: value for name, value in mixed(5).items() if name[:4] in ("norm", "matr")}
+    with Shelf(tmp_path / "s.shelf") as shelf:
+        shelf.save("s", state)
+    n_rows = (1 << 17) // state[victim][0].nbytes  # of a chunk
+    frame = compress(state[victim][:n_rows]).to_bytes()
+    part = frame[len(frame) // 2 :][:64]
+    for path in (tmp_path / "s.shelf").rglob("*"):
+        data = bytearray(path.read_bytes()) if path.is_file() else bytearray()
+        at = data.find(part)
+        if at >= 0:
+            data[at] ^= 1
+            path.write_bytes(data)
+    named = r"'s': chunk 0 \(rows 0 to \d+\), stored as \d+: "
+    with Shelf(tmp_path / "s.shelf", "r") as shelf, pytest.raises(CorruptionError, match=named):
+        shelf.load("s")
 
 
 def test_states_and_tensors_take_each_others_names(shelf: Shelf) -> None:

@@ -28,6 +28,7 @@ from packhorse.codecs.base import ByteArray
 from packhorse.disk.base_files import Bases, Lender
 from packhorse.disk.lazy_bytes import MappedBytes, RemoteBytes
 from packhorse.disk.lazy_frames import Run, lazy_frames
+from packhorse.disk.packed_frames import open_frame
 from packhorse.disk.packed_header import PackedHeader
 from packhorse.disk.tensor_table import TensorTable
 from packhorse.errors import CorruptionError
@@ -156,19 +157,19 @@ class FrameTable(TensorTable):
             return next(runs, None)
 
     def _decode_run(
-        self, entries: Sequence[TensorEntry], frames: Mapping[str, Frame]
+        self, entries: Sequence[TensorEntry], data: Mapping[str, memoryview]
     ) -> dict[str, Any]:
         names = [entry.name for entry in entries]
         if self.is_on_host and not self._decodes_on_device:
-            return dict(zip(names, self._decode_all(entries, frames), strict=True))
+            return dict(zip(names, self._decode_all(entries, data), strict=True))
         tensors = dict.fromkeys(names)
         if self._decodes_on_device:
-            given = [frames.get(name) or self.frame(name) for name in names]
+            given = [self._opened_frame(entry, data) for entry in entries]
             tensors = dict(zip(names, self._decode_on_device(given), strict=True))
         rest = [entry for entry in entries if tensors[entry.name] is None]
         for run in batches([entry.nbytes for entry in rest]):
             part = rest[run.start : run.stop]
-            decoded = self._decode_all(part, frames)
+            decoded = self._decode_all(part, data)
             for entry, tensor in zip(part, decoded, strict=True):
                 tensors[entry.name] = self.place(tensor)
         return tensors
@@ -182,13 +183,15 @@ class FrameTable(TensorTable):
         with self.blaming():
             return self.framework.decode_on(frames, self.device, self._threads)
 
-    def _decode_all(self, entries: Sequence[TensorEntry], frames: Mapping[str, Frame]) -> list[Any]:
+    def _decode_all(
+        self, entries: Sequence[TensorEntry], data: Mapping[str, memoryview]
+    ) -> list[Any]:
         """Decode whole tensors to host memory. Those that need nothing else are decoded in one
         call."""
         if self.max_nbytes is not None:
             for entry in entries:
                 self.check_limit(entry.name, entry.nbytes)
-        opened = self._open_all(entries, frames)
+        opened = self._open_all(entries, data)
         found: dict[str, Any] = {}
         together = [i for i, frame in enumerate(opened) if frame.stands_alone]
         tensors = self.new_tensors([entries[i] for i in together])
@@ -197,7 +200,7 @@ class FrameTable(TensorTable):
             [opened[i] for i in together], views, self._threads
         )
         if status:
-            frame = self._opened_frame(entries[together[bad]], frames)
+            frame = self._opened_frame(entries[together[bad]], data)
             with self.blaming():
                 raise frame.chunk_error(chunk, status)
         self.content.settle(has_failed=False)
@@ -211,7 +214,7 @@ class FrameTable(TensorTable):
 
         def decode(i: int, threads: int) -> Any:
             name, shape, nbytes = rest[i].name, rest[i].shape, rest[i].nbytes
-            frame = self._opened_frame(rest[i], frames)
+            frame = self._opened_frame(rest[i], data)
             return self.decode(name, shape, 0, nbytes, threads, frame)
 
         decoded = map_tensors(decode, [entry.nbytes for entry in rest], self._threads)
@@ -219,16 +222,19 @@ class FrameTable(TensorTable):
         return [found[entry.name] for entry in entries]
 
     def _open_all(
-        self, entries: Sequence[TensorEntry], frames: Mapping[str, Frame]
+        self, entries: Sequence[TensorEntry], data: Mapping[str, memoryview]
     ) -> list[OpenFrame]:
         """The frames of tensors, in the core's form."""
-        opened = [] if frames else self._frames.open_all(entries)
+        opened = self._frames.open_all(entries, data)
         for entry in entries[len(opened) :]:
-            opened.append(self._opened_frame(entry, frames).opened)
+            opened.append(self._opened_frame(entry, data).opened)
         return opened
 
-    def _opened_frame(self, entry: TensorEntry, frames: Mapping[str, Frame]) -> Frame:
-        return frames.get(entry.name) or self.frame(entry.name)
+    def _opened_frame(self, entry: TensorEntry, data: Mapping[str, memoryview]) -> Frame:
+        if entry.name not in data:
+            return self.frame(entry.name)
+        with self.blaming():
+            return open_frame(data[entry.name], self.packed, entry)
 
 
 def _decode_against(

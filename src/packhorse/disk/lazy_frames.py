@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from itertools import takewhile
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -18,16 +19,16 @@ from packhorse._core import OpenFrame
 from packhorse.disk.lazy_bytes import MappedBytes, RemoteBytes
 from packhorse.disk.packed_frames import open_frame, peek_nbytes, sketch_frames
 from packhorse.disk.packed_header import PackedHeader
+from packhorse.disk.short_frames import frames_of
 from packhorse.frame import Frame
 from packhorse.layout import DTYPE_BY_NAME
-from packhorse.storage.remote_source import Blocks
 from packhorse.storage.safetensors_header import TensorEntry
 from packhorse.storage.source_file import read_ahead
 from packhorse.threads import batches, one_ahead
 
 __all__ = ["LazyFrames", "Run", "lazy_frames"]
 
-Run: TypeAlias = tuple[Sequence[TensorEntry], Mapping[str, Frame]]
+Run: TypeAlias = tuple[Sequence[TensorEntry], Mapping[str, memoryview]]
 
 
 class LazyFrames(Protocol):
@@ -37,9 +38,15 @@ class LazyFrames(Protocol):
         """The frame of a tensor, with all bytes that decoding bytes `start` to `stop` of the tensor
         needs. Its header is checked."""
 
-    def open_all(self, entries: Sequence[TensorEntry]) -> list[OpenFrame]:
-        """The frames of the first tensors, in the core's form, as far as they are at hand, and
-        right."""
+    def open_all(
+        self, entries: Sequence[TensorEntry], data: Mapping[str, memoryview]
+    ) -> list[OpenFrame]:
+        """The frames of the first tensors, in the core's form, as far as they are right.
+
+        Args:
+            entries: tensors of a run.
+            data: the bytes of frames that came with the run.
+        """
 
     def outlines(self, entries: Sequence[TensorEntry]) -> Iterator[Frame]:
         """The frames of tensors, with their headers checked; their payload may be zeros."""
@@ -48,7 +55,8 @@ class LazyFrames(Protocol):
         """All tensors, in runs that fit into memory together with their frames.
 
         Yields:
-            The tensors of the next run, and their frames, by name, as far as they had to be read.
+            The tensors of the next run, and the bytes of their frames, by name, as far as these had
+            to be read.
         """
 
 
@@ -77,7 +85,9 @@ class _MappedFrames:
         at = self._packed.frame_offset(entry.name)
         return self._data[at : at + self._packed.frames[entry.name].nbytes]
 
-    def open_all(self, entries: Sequence[TensorEntry]) -> list[OpenFrame]:
+    def open_all(
+        self, entries: Sequence[TensorEntry], data: Mapping[str, memoryview]
+    ) -> list[OpenFrame]:
         frames = [self._packed.frames[entry.name] for entry in entries]
         offset = self._packed.packed.data_offset
         return _core.open_frames(
@@ -135,8 +145,12 @@ class _RemoteFrames:
     def _place(self, entry: TensorEntry) -> tuple[int, int]:
         return self._packed.frame_offset(entry.name), self._packed.frames[entry.name].nbytes
 
-    def open_all(self, entries: Sequence[TensorEntry]) -> list[OpenFrame]:
-        return []
+    def open_all(
+        self, entries: Sequence[TensorEntry], data: Mapping[str, memoryview]
+    ) -> list[OpenFrame]:
+        numbers = range(len(entries))
+        found = frames_of(numbers, entries, [data[entry.name] for entry in entries])
+        return [found[i] for i in takewhile(found.__contains__, numbers)]
 
     def outlines(self, entries: Sequence[TensorEntry]) -> Iterator[Frame]:
         for run in batches([self._place(entry)[1] for entry in entries]):
@@ -149,8 +163,6 @@ class _RemoteFrames:
         with self._content.blocks() as blocks:
             for run in batches([self._place(entry)[1] for entry in entries]):
                 part = entries[run.start : run.stop]
-                yield part, {entry.name: self._read(entry, blocks) for entry in part}
+                read = blocks.read_all([self._place(entry) for entry in part])
+                yield part, dict(zip([entry.name for entry in part], read, strict=True))
         self._content.doubt()
-
-    def _read(self, entry: TensorEntry, blocks: Blocks) -> Frame:
-        return open_frame(blocks.read(*self._place(entry)), self._packed, entry)

@@ -6,7 +6,7 @@ they are packed, in threads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -32,7 +32,7 @@ from packhorse.disk.shelf.records import (
     TensorRecord,
     tensors_of,
 )
-from packhorse.disk.shelf.rows import Change, changes_of
+from packhorse.disk.shelf.rows import Change, Target, changes_of
 from packhorse.disk.shelf.slots import Slot, content_of, nbytes_of
 from packhorse.disk.shelf.store import Folder
 from packhorse.disk.shelf.versions import State
@@ -234,25 +234,25 @@ class Changes:
         name = self._names.get(record.id)
         return f"{self._folder.path}: {f'tensor {record.id}' if name is None else repr(name)}"
 
-    def load_into(self, record: TensorRecord, numbers: list[int], outs: list[Array]) -> None:
+    def load_into(self, targets: Sequence[Target]) -> None:
         """As `rows.Chunks.load_into`."""
-        slots = self._slots.get(record.id, {})
-        rest = [i for i, number in enumerate(numbers) if number not in slots]
-        if rest and record.id < self._head.next_tensor:
-            with self._committed() as state:
-                StateChunks(state, self._settings, self._label(record)).load_into(
-                    record, [numbers[i] for i in rest], [outs[i] for i in rest]
-                )
-        elif rest:
-            for i in rest:
-                clear(outs[i])
-        for i, number in enumerate(numbers):
-            if number in slots:
+        rest = []
+        for target in targets:
+            record, number, out = target
+            if number in self._slots.get(record.id, {}):
                 (data,) = self.load(record, [number])
-                n = 0 if data is None else min(data.size, outs[i].size)
+                n = 0 if data is None else min(data.size, out.size)
                 if data is not None:
-                    outs[i][:n] = data[:n]
-                clear(outs[i][n:])
+                    out[:n] = data[:n]
+                clear(out[n:])
+            elif record.id < self._head.next_tensor:
+                rest.append(target)
+            else:
+                clear(out)
+        if rest:
+            with self._committed() as state:
+                chunks = StateChunks(state, self._settings, self._label(rest[0].record))
+                chunks.load_into(rest)
 
     # Writing.
 

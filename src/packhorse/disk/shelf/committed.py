@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from packhorse.disk.shelf.arrays import Array
 from packhorse.disk.shelf.cache import Cache, RowTable, Stored
 from packhorse.disk.shelf.packing import Planner
-from packhorse.disk.shelf.records import TensorRecord
+from packhorse.disk.shelf.records import Pointer, TensorRecord
+from packhorse.disk.shelf.rows import Target
 from packhorse.disk.shelf.store import Folder
 from packhorse.disk.shelf.unpacking import Unpacker
 from packhorse.disk.shelf.versions import Known, State
@@ -67,10 +71,13 @@ class StateChunks:
         pointers = self._state.pointers(record, numbers, self._label)
         return self._unpacker().load(record, numbers, pointers)
 
-    def load_into(self, record: TensorRecord, numbers: list[int], outs: list[Array]) -> None:
+    def load_into(self, targets: Sequence[Target]) -> None:
         """As `rows.Chunks.load_into`."""
-        pointers = self._state.pointers(record, numbers, self._label)
-        self._unpacker().load_into(record, numbers, pointers, outs)
+        pointers: list[Pointer] = []
+        for record, some in groupby(targets, key=attrgetter("record")):
+            numbers = [target.number for target in some]
+            pointers += self._state.pointers(record, numbers, self._label)
+        self._unpacker().load_into(targets, pointers)
 
 
 class Committed:

@@ -13,10 +13,24 @@ from numpy.lib.stride_tricks import as_strided
 from packhorse.disk.shelf.arrays import Array, dtype_of
 from packhorse.disk.shelf.changes import Changes
 from packhorse.disk.shelf.indexing import Selection, select
-from packhorse.disk.shelf.records import TensorRecord
-from packhorse.disk.shelf.rows import Chunks, RowIds, changes_of, read_rows
+from packhorse.disk.shelf.records import StateRecord, TensorRecord
+from packhorse.disk.shelf.rows import Chunks, RowIds, changes_of, read_rows, read_tensors
+from packhorse.disk.shelf.values import to_framework
+from packhorse.disk.state import decode_state
+from packhorse.errors import blaming
+from packhorse.framework import Framework
+from packhorse.layout import DTYPE_BY_NAME
+from packhorse.storage.strict_json import shortened
 
-__all__ = ["blocks_of", "read_all", "read_index", "shrink", "write_index", "write_rows"]
+__all__ = [
+    "blocks_of",
+    "read_all",
+    "read_index",
+    "read_state",
+    "shrink",
+    "write_index",
+    "write_rows",
+]
 
 
 def read_all(record: TensorRecord, chunks: Chunks) -> Array:
@@ -48,6 +62,40 @@ def _read_selection(record: TensorRecord, chunks: Chunks, selection: Selection) 
         flat = block.reshape(len(selection.rows), high - low)
         read_rows(chunks, record, selection.rows, low, high, flat)
     return block
+
+
+def read_state(entry: StateRecord, chunks: Chunks, framework: Framework) -> Any:
+    """A nested state with new tensors, which are decoded many at a time.
+
+    Args:
+        entry: the state.
+        chunks: where from.
+        framework: of the tensors.
+
+    Raises:
+        CompatibilityError: the framework has no tensor of some dtype and shape.
+        CorruptionError: a chunk, or the state, is damaged.
+    """
+    tensors: list[Any] = []
+    wanted: list[tuple[TensorRecord, Array]] = []
+
+    def make(index: int, path: str) -> Any:
+        record = entry.tensors[index]
+        with blaming(shortened(path)):
+            tensor = framework.empty(record.dtype, record.shape)
+        memory = framework.memory(tensor)
+        if memory is None or DTYPE_BY_NAME[record.dtype].bits < 8:  # it lies there in another way
+            return to_framework(read_all(record, chunks), record.dtype, framework)
+        tensors.append(tensor)
+        wanted.append((record, memory.view(dtype_of(record.dtype))))
+        return tensor
+
+    state, _ = decode_state(entry.state, make)
+    try:
+        read_tensors(chunks, wanted)
+    finally:
+        framework.mark_all_written(tensors)
+    return state
 
 
 def write_index(record: TensorRecord, changes: Changes, index: Any, value: Array) -> None:

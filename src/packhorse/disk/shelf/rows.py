@@ -6,7 +6,7 @@ row numbers: in any order to read, in ascending order to write.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -16,11 +16,26 @@ from packhorse.disk.shelf.arrays import Array, clear
 from packhorse.disk.shelf.cache import RowTable, Stored
 from packhorse.disk.shelf.grid import Grid
 from packhorse.disk.shelf.records import TensorRecord
+from packhorse.threads import batches
 
-__all__ = ["Change", "Chunks", "RowIds", "changes_of", "read_rows"]
+__all__ = ["Change", "Chunks", "RowIds", "Target", "changes_of", "read_rows", "read_tensors"]
 
 RowIds: TypeAlias = range | Array
 _FEW_CHUNKS = 16  # that are in memory at once, even if the cache is smaller
+
+
+class Target(NamedTuple):
+    """Memory for a chunk.
+
+    Attributes:
+        record: the tensor.
+        number: of the chunk.
+        out: the memory, one-dimensional and contiguous, for as many elements as the chunk has.
+    """
+
+    record: TensorRecord
+    number: int
+    out: Array
 
 
 class Chunks(Protocol):
@@ -45,8 +60,9 @@ class Chunks(Protocol):
         """Where chunks of the tensor lie in memory, as far as that is known; None if that is not
         noted."""
 
-    def load_into(self, record: TensorRecord, numbers: list[int], outs: list[Array]) -> None:
-        """Decode chunks to contiguous memory, each of as many elements as there is room for."""
+    def load_into(self, targets: Sequence[Target]) -> None:
+        """Decode chunks of a tensor, or of the tensors of a nested state, to memory. Those of one
+        tensor follow each other."""
 
 
 class _Part(NamedTuple):
@@ -130,6 +146,27 @@ def read_rows(
     found = chunks.load(record, [part.number for part in parts])
     for part, data in zip(parts, found, strict=True):
         _copy(grid, part, data, out)
+
+
+def read_tensors(chunks: Chunks, tensors: Iterable[tuple[TensorRecord, Array]]) -> None:
+    """Read whole tensors, many at a time.
+
+    Args:
+        chunks: where from.
+        tensors: each with an array of its shape, C-contiguous, which is written to.
+    """
+    targets = [target for record, out in tensors for target in _targets(record, out.reshape(-1))]
+    for run in batches([target.out.nbytes for target in targets]):
+        chunks.load_into(targets[run.start : run.stop])
+
+
+def _targets(record: TensorRecord, flat: Array) -> Iterator[Target]:
+    """The chunks of a whole tensor, which lie one after another in C order."""
+    grid, start = record.grid, 0
+    for number in range(grid.n_chunks):
+        stop = start + grid.numel_of(number)
+        yield Target(record, number, flat[start:stop])
+        start = stop
 
 
 def _gather(chunks: Chunks, record: TensorRecord, rows: Array, low: int, out: Array) -> None:
@@ -230,16 +267,15 @@ def _stream(
 ) -> None:
     """Read more than the cache should hold: whole chunks go straight to their place, the others
     through the cache, some at a time."""
-    whole, memory, rest = [], [], []
+    whole, rest = [], []
     for part in parts:
-        target = _whole_target(grid, part, out)
-        if target is None:
+        memory = _whole_target(grid, part, out)
+        if memory is None:
             rest.append(part)
         else:
-            whole.append(part.number)
-            memory.append(target)
+            whole.append(Target(record, part.number, memory))
     if whole:
-        chunks.load_into(record, whole, memory)
+        chunks.load_into(whole)
     step = max(1, chunks.cache_nbytes // 4 // (1 << 19))
     for at in range(0, len(rest), step):
         some = rest[at : at + step]

@@ -14,14 +14,12 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
-
 from packhorse.arguments import resolve_level, resolve_threads
-from packhorse.disk.shelf.arrays import dtype_of
 from packhorse.disk.shelf.cache import Cache
 from packhorse.disk.shelf.changes import Changes
 from packhorse.disk.shelf.commits import Commit
 from packhorse.disk.shelf.committed import Settings, StateChunks
+from packhorse.disk.shelf.elements import read_state
 from packhorse.disk.shelf.engine import Txn
 from packhorse.disk.shelf.environment import lmdb_module
 from packhorse.disk.shelf.exchange_methods import Exports, Imports
@@ -37,7 +35,7 @@ from packhorse.disk.shelf.records import (
     tag_value,
 )
 from packhorse.disk.shelf.results import ShelfInfo, ShelfProblem
-from packhorse.disk.shelf.rows import Chunks, read_rows
+from packhorse.disk.shelf.rows import Chunks
 from packhorse.disk.shelf.session import Session, missing
 from packhorse.disk.shelf.store import Folder, local_folder
 from packhorse.disk.shelf.tensor import ShelfTensor
@@ -47,11 +45,10 @@ from packhorse.disk.shelf.values import (
     check_size,
     dtype_name,
     form_of,
-    to_framework,
     whole_number,
 )
 from packhorse.disk.shelf.versions import Known, delete_tag
-from packhorse.disk.state import decode_state, encode_state
+from packhorse.disk.state import encode_state
 from packhorse.framework import Framework, resolve_framework
 from packhorse.layout import Level
 
@@ -149,16 +146,7 @@ class ShelfView(Exports):
         if entry is None:
             raise missing(name, self.path, self._tag, "state")
         with self._reader(name) as chunks:
-
-            def read(index: int, path: str) -> Any:
-                record = entry.tensors[index]
-                array = np.empty(record.shape, dtype_of(record.dtype))
-                if array.size:
-                    flat = array.reshape(record.shape[0] if record.shape else 1, -1)
-                    read_rows(chunks, record, range(len(flat)), 0, flat.shape[1], flat)
-                return to_framework(array, record.dtype, target)
-
-            return decode_state(entry.state, read)[0]
+            return read_state(entry, chunks, target)
 
     def info(self) -> ShelfInfo:
         """What is in this state, as of the last commit, and of the shelf; nothing is decoded."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from packhorse import _core
 from packhorse.disk.shelf.arrays import Array, bytes_of, clear, dtype_of
 from packhorse.disk.shelf.cache import Cache, Stored, stored
 from packhorse.disk.shelf.records import ChunkRecord, Pointer, TensorRecord
+from packhorse.disk.shelf.rows import Target
 from packhorse.errors import BaseMismatchError, CompatibilityError, CorruptionError, blaming
 from packhorse.frame import Frame
 from packhorse.framework import resolve_framework
@@ -26,20 +28,22 @@ class _Job(NamedTuple):
     """A chunk to decode.
 
     Attributes:
+        tensor: of the chunk.
         number: of the chunk in its tensor; ~n for one that chunk n needs.
         pointer: where it is stored.
         record: how it is stored.
         out: memory for its elements; None for new memory.
     """
 
+    tensor: TensorRecord
     number: int
     pointer: Pointer
     record: ChunkRecord
     out: Array | None
 
 
-# A chunk to decode: its number in the tensor, where it is stored, and memory for it.
-_Wanted: TypeAlias = tuple[int, Pointer, Array | None]
+# A chunk to decode: its tensor, its number there, where it is stored, and memory for it.
+_Wanted: TypeAlias = tuple[TensorRecord, int, Pointer, Array | None]
 
 
 class Unpacker:
@@ -81,92 +85,115 @@ class Unpacker:
         found = self._cache.get([pointer.chunk for pointer in pointers])
         missing = [i for i, pointer in enumerate(pointers) if pointer.chunk and found[i] is None]
         if missing:
-            jobs = self._jobs(record, [(numbers[i], pointers[i], None) for i in missing])
-            for i, chunk in zip(missing, self._decode_all(record, jobs), strict=True):
+            jobs = self._jobs([(record, numbers[i], pointers[i], None) for i in missing])
+            for i, chunk in zip(missing, self._decode_all(jobs), strict=True):
                 found[i] = chunk
                 self._cache.put(pointers[i].chunk, chunk)
         return found
 
-    def load_into(
-        self,
-        record: TensorRecord,
-        numbers: list[int],
-        pointers: list[Pointer],
-        outs: list[Array],
-    ) -> None:
+    def load_into(self, targets: Sequence[Target], pointers: Sequence[Pointer]) -> None:
         """Decode chunks to contiguous memory, past the cache.
 
         Args:
-            record, numbers, pointers: as for `load`.
-            outs: for each chunk as many elements as the chunk has room for, one-dimensional; what
-                a stored chunk does not have becomes zero.
+            targets: the chunks, of one or more tensors. What a stored chunk does not have becomes
+                zero.
+            pointers: where they are stored.
 
         Raises:
             CorruptionError: as for `load`.
         """
         wanted: list[_Wanted] = []
         kept = self._cache.get([pointer.chunk for pointer in pointers])
-        for number, pointer, out, found in zip(numbers, pointers, outs, kept, strict=True):
+        for (record, number, out), pointer, found in zip(targets, pointers, kept, strict=True):
             if found is not None:
                 _fit(found.data, out)
             elif pointer.chunk:
-                wanted.append((number, pointer, out))
+                wanted.append((record, number, pointer, out))
             else:
                 clear(out)
-        self._decode_all(record, self._jobs(record, wanted))
+        self._decode_all(self._jobs(wanted))
 
-    def _jobs(self, record: TensorRecord, wanted: list[_Wanted]) -> list[_Job]:
+    def _jobs(self, wanted: Sequence[_Wanted]) -> list[_Job]:
         try:
-            records = self._find([pointer.chunk for _, pointer, _ in wanted])
+            records = self._find([pointer.chunk for _, _, pointer, _ in wanted])
         except CorruptionError:
-            records = [self._find_one(record, *chunk) for chunk in wanted]  # to name the one
+            records = [self._find_one(*chunk) for chunk in wanted]  # to name the one
         return [
-            _Job(number, pointer, found, out)
-            for (number, pointer, out), found in zip(wanted, records, strict=True)
+            _Job(tensor, number, pointer, found, out)
+            for (tensor, number, pointer, out), found in zip(wanted, records, strict=True)
         ]
 
     def _find_one(
-        self, record: TensorRecord, number: int, pointer: Pointer, _: Array | None
+        self, tensor: TensorRecord, number: int, pointer: Pointer, _: Array | None
     ) -> ChunkRecord:
-        with blaming(f"{self._label}: {_place(record, number, pointer)}"):
+        with blaming(f"{self._label}: {_place(tensor, number, pointer)}"):
             return self._find([pointer.chunk])[0]
 
-    def _decode_all(self, record: TensorRecord, jobs: list[_Job]) -> list[Stored]:
+    def _decode_all(self, jobs: Sequence[_Job]) -> list[Stored]:
         needed = {job.record.base: job for job in jobs if job.record.base}
         found = self._cache.get(list(needed))
         bases = {n: chunk for n, chunk in zip(needed, found, strict=True) if chunk is not None}
         owners = self._jobs(
-            record,
             [
-                (~job.number, Pointer(n, 0, b""), None)
+                (job.tensor, ~job.number, Pointer(n, 0, b""), None)
                 for n, job in needed.items()
                 if n not in bases
             ],
         )
-        for owner, chunk in zip(owners, self._decode_each(record, owners, {}), strict=True):
+        for owner, chunk in zip(owners, self._decode_each(owners, {}), strict=True):
             number = owner.pointer.chunk
             bases[number] = chunk
             if needed[number].record.places is None:  # other rows will need it, too
                 self._cache.put(number, chunk)
         # Chunks with the same base one after the other: it stays in the processor's cache.
         order = sorted(range(len(jobs)), key=lambda i: jobs[i].record.base) if needed else []
-        decoded = self._decode_each(record, [jobs[i] for i in order] or jobs, bases)
+        decoded = self._decode_each([jobs[i] for i in order] or jobs, bases)
         for i, chunk in zip(order, list(decoded), strict=False):
             decoded[i] = chunk
         return decoded
 
-    def _decode_each(
-        self, record: TensorRecord, jobs: list[_Job], bases: dict[int, Stored]
-    ) -> list[Stored]:
-        def work(i: int, threads: int = 1) -> Stored:
-            return self._decode(record, jobs[i], bases.get(jobs[i].record.base), threads)
+    def _decode_each(self, jobs: Sequence[_Job], bases: Mapping[int, Stored]) -> list[Stored]:
+        found = self._decode_together(jobs)
+        rest = [i for i in range(len(jobs)) if i not in found]
 
-        size = math.prod(record.chunk) * dtype_of(record.dtype).itemsize
-        if self._threads == 1 or size * len(jobs) < _FEW_NBYTES:
-            return [work(i) for i in range(len(jobs))]
-        return map_tensors(work, [size] * len(jobs), self._threads)
+        def work(k: int, threads: int = 1) -> Stored:
+            job = jobs[rest[k]]
+            return self._decode(job, bases.get(job.record.base), threads)
 
-    def _decode(self, record: TensorRecord, job: _Job, base: Stored | None, threads: int) -> Stored:
+        sizes = [_room_nbytes(jobs[i].tensor) for i in rest]
+        if self._threads == 1 or sum(sizes) < _FEW_NBYTES:
+            found.update(zip(rest, map(work, range(len(rest))), strict=True))
+        else:
+            found.update(zip(rest, map_tensors(work, sizes, self._threads), strict=True))
+        return [found[i] for i in range(len(jobs))]
+
+    def _decode_together(self, jobs: Sequence[_Job]) -> dict[int, Stored]:
+        """The chunks whose frames need nothing else, by their numbers in the list: decoded in one
+        call of the core. If one of them is damaged, none; then `_decode` finds out which."""
+        alone = [i for i, job in enumerate(jobs) if job.record.base == 0 and not job.record.places]
+        if len(alone) < 2:
+            return {}
+        numbers, frames, data = [], [], []
+        opened = _core.open_each([jobs[i].record.frame for i in alone])
+        for i, frame in zip(alone, opened, strict=True):
+            memory = None if frame is None else _memory(jobs[i], frame)
+            if frame is not None and memory is not None:
+                numbers.append(i)
+                frames.append(frame)
+                data.append(memory)
+        views = _core.views_of_buffers([memory.view(np.uint8) for memory in data], [], [])
+        status, _, _, left = _core.unpack_to_views(frames, views, self._threads)
+        if status:
+            return {}
+        is_left, found = set(left), {}
+        for k, (i, frame, memory) in enumerate(zip(numbers, frames, data, strict=True)):
+            if k not in is_left:
+                _finish(memory, jobs[i].out)
+                found[i] = stored(memory, frame.content_hash)
+        return found
+
+    def _decode(self, job: _Job, base: Stored | None, threads: int) -> Stored:
+        record = job.tensor
         try:
             frame = Frame.from_buffer(job.record.frame)
             if job.pointer.check not in (b"", frame.content_hash[:4]):
@@ -190,6 +217,32 @@ class Unpacker:
                 f"{self._label}: {_place(record, job.number, job.pointer)}: {error}"
             ) from error
         return stored(data, frame.content_hash)
+
+
+def _room_nbytes(record: TensorRecord) -> int:
+    """How many bytes a chunk of a tensor has room for."""
+    return math.prod(record.chunk) * dtype_of(record.dtype).itemsize
+
+
+def _memory(job: _Job, frame: _core.OpenFrame) -> Array | None:
+    """Memory for the elements of a frame. None if they do not lie there as in the frame, or if the
+    frame is not the one that the tensor points to."""
+    dtype = DTYPE_BY_NAME[job.tensor.dtype]
+    is_right = job.pointer.check in (b"", frame.content_hash[:4])
+    if frame.dtype_code != dtype.code or dtype.bits < 8 or not is_right:
+        return None
+    numel = math.prod(frame.shape)
+    if job.out is None:
+        return np.empty(numel, dtype_of(job.tensor.dtype))
+    return job.out[:numel] if numel <= job.out.size else None
+
+
+def _finish(data: Array, out: Array | None) -> None:
+    """Clear what the memory of a caller has beyond the elements, or protect new memory."""
+    if out is None:
+        data.flags.writeable = False
+    else:
+        clear(out[data.size :])
 
 
 def patch_rows(record: TensorRecord, patch: ChunkRecord) -> Array:
@@ -240,10 +293,8 @@ def _decoded(
                 memory, threads=threads, base=data_base, base_hash=base and base.content_hash
             ),
         )
-    if out is None:
-        data.flags.writeable = False
-    elif fits:
-        clear(out[frame.numel :])
+    if out is None or fits:
+        _finish(data, out)
     else:
         _fit(data, out)
     return data

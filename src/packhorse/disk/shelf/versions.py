@@ -95,7 +95,7 @@ class Known:
         key = record.id, record.serial
         found = self._pointers.get(key)
         if found is None or len(found) > _MAX_POINTERS:
-            self._forget_pointers()
+            self._forget_pointers(record.grid.n_chunks)
             found = self._pointers[key] = {}
         return found
 
@@ -124,10 +124,13 @@ class Known:
             if found is not None and len(found) <= _MAX_FOLLOWED:
                 self.pointers(new).update({**found, **changed})
 
-    def _forget_pointers(self) -> None:
-        """Make room for a tensor; every commit makes new ones of those that it changes."""
-        kept = self._pointers
-        while len(kept) > _MAX_TENSORS or sum(map(len, list(kept.values()))) > _MAX_POINTERS:
+    def _forget_pointers(self, n_chunks: int) -> None:
+        """Make room for a tensor of so many chunks; every commit makes new ones of those that it
+        changes. Short ones cannot become too many, so they are not counted."""
+        kept, is_long = self._pointers, n_chunks > _MAX_POINTERS // _MAX_TENSORS
+        while len(kept) > _MAX_TENSORS or (
+            is_long and sum(map(len, list(kept.values()))) > _MAX_POINTERS
+        ):
             with suppress(KeyError):  # another thread was faster
                 kept.popitem(last=False)
 
