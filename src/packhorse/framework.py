@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from packhorse.errors import blaming
+
 if TYPE_CHECKING:
     from packhorse._core import Views
     from packhorse.codecs.base import ByteArray
@@ -19,6 +21,7 @@ __all__ = [
     "Framework",
     "frame_decoder",
     "framework_of",
+    "new_tensors",
     "register_decoder",
     "register_framework",
     "resolve_framework",
@@ -214,6 +217,33 @@ def framework_of(value: object) -> Framework | None:
         if name is not None:
             return resolve_framework(name)
     return None
+
+
+def new_tensors(
+    framework: Framework,
+    tensors: Sequence[tuple[str, tuple[int, ...]]],
+    name_of: Callable[[int], str],
+) -> list[Any]:
+    """New tensors of undefined content in host memory, each with memory of its own.
+
+    Args:
+        framework: of the tensors.
+        tensors: the dtype and shape of each.
+        name_of: what an error calls the tensor of a number.
+
+    Raises:
+        CompatibilityError: the framework has no tensor of some dtype and shape.
+    """
+    forms: dict[tuple[str, tuple[int, ...]], int] = {}
+    numbers = []
+    for i, form in enumerate(tensors):
+        number = forms.get(form)
+        if number is None:
+            with blaming(name_of(i)):
+                framework.check_form(*form)
+            number = forms[form] = len(forms)
+        numbers.append(number)
+    return framework.empty_all(list(forms), numbers)
 
 
 def to_array(tensor: Any, framework: Framework) -> Any:

@@ -7,12 +7,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
 from snapshot_samples import assert_same
 
 from packhorse.disk import SnapshotStore
+from packhorse.errors import CompatibilityError
 
 
 class Colour(str, enum.Enum):  # noqa: UP042 - the kind whose format() is not its value
@@ -56,6 +58,16 @@ def test_keys_that_become_equal_are_refused(tmp_path: Path) -> None:
 def test_a_key_too_large_to_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^m: an integer of more than 8192 bits"):
         SnapshotStore(tmp_path).take("a", {"m": {10**5000: np.arange(3)}})
+
+
+@pytest.mark.parametrize("n", [8, 100_000])
+def test_a_tensor_that_pytorch_does_not_have_is_named(tmp_path: Path, n: int) -> None:
+    six = np.ones((n, 4), ml_dtypes.float6_e2m3fn)
+    SnapshotStore(tmp_path).take("a", {"model": {"ok": np.ones(4), "six": six}})
+    with pytest.raises(
+        CompatibilityError, match=r"model\.six: PyTorch .* has no dtype for F6_E2M3"
+    ):
+        SnapshotStore(tmp_path).restore("a", framework="pt")
 
 
 def test_tensors_at_one_path_are_not_mixed_up(tmp_path: Path) -> None:

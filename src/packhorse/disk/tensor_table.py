@@ -12,7 +12,7 @@ from typing import Any
 
 from packhorse.disk.lazy_bytes import LazyBytes
 from packhorse.errors import CorruptionError, blaming
-from packhorse.framework import Framework
+from packhorse.framework import Framework, new_tensors
 from packhorse.storage.safetensors_header import FileHeader, TensorEntry
 from packhorse.storage.strict_json import shown
 
@@ -102,16 +102,11 @@ class TensorTable:
         Raises:
             CompatibilityError: the framework has no such tensor.
         """
-        forms: dict[tuple[str, tuple[int, ...]], int] = {}
-        numbers = []
-        for name, dtype, shape, _, _ in entries:
-            number = forms.get((dtype, shape))
-            if number is None:
-                with blaming(self.label), blaming(f"tensor {shown(name)}"):
-                    self.framework.check_form(dtype, shape)
-                number = forms[dtype, shape] = len(forms)
-            numbers.append(number)
-        return self.framework.empty_all(list(forms), numbers)
+        return new_tensors(
+            self.framework,
+            [(entry.dtype, entry.shape) for entry in entries],
+            lambda i: f"{self.label}: tensor {shown(entries[i].name)}",
+        )
 
     def place(self, tensor: Any) -> Any:
         """Move a tensor that was made in host memory to the device."""

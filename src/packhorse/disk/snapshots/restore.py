@@ -18,7 +18,7 @@ from packhorse.disk.snapshots.manifest import Manifest, TensorRef
 from packhorse.disk.snapshots.snapshot_frames import SnapshotFrames
 from packhorse.disk.state import Keys, Leaf, decode_state, find_tensors
 from packhorse.errors import CorruptionError, blaming
-from packhorse.framework import Framework
+from packhorse.framework import Framework, new_tensors
 from packhorse.storage.frames.frame_store import FrameStore
 from packhorse.storage.frames.scratch import Scratch
 from packhorse.storage.interface import Storage
@@ -220,7 +220,9 @@ def _short_ones(
 
     def open_some(part: Sequence[int]) -> ShortFrames:
         opened = [store.open(chosen[k].frame, chosen[k].path).opened for k in part]
-        new = iter(_new_tensors(framework, [chosen[k] for k in part if k not in targets]))
+        absent = [chosen[k] for k in part if k not in targets]
+        forms = [(ref.dtype, ref.shape) for ref in absent]
+        new = iter(new_tensors(framework, forms, lambda i: shortened(absent[i].path)))
         some = [targets[k].leaf.tensor if k in targets else next(new) for k in part]
         tensors.update(zip(part, some, strict=True))
         return ShortFrames(part, opened, framework.views(some))
@@ -234,20 +236,6 @@ def _short_ones(
     finally:
         framework.mark_all_written(list(tensors.values()))
     return found
-
-
-def _new_tensors(framework: Framework, refs: Sequence[TensorRef]) -> list[Any]:
-    """A new tensor for each of these.
-
-    Raises:
-        CompatibilityError: the framework has no such tensor.
-    """
-    forms: dict[tuple[str, tuple[int, ...]], int] = {}
-    numbers = []
-    for ref in refs:
-        framework.check_form(ref.dtype, ref.shape)
-        numbers.append(forms.setdefault((ref.dtype, ref.shape), len(forms)))
-    return framework.empty_all(list(forms), numbers)
 
 
 def _tensor(
@@ -271,7 +259,8 @@ def _tensor(
         finally:
             framework.mark_written(tensor)
     else:
-        tensor = framework.empty(ref.dtype, ref.shape)
+        with blaming(shortened(ref.path)):
+            tensor = framework.empty(ref.dtype, ref.shape)
         framework.fill(tensor, lambda memory: chain.decode_into(memory, threads, scratch))
         if target is not None:
             with blaming(shortened(ref.path), (ValueError,)):
