@@ -408,10 +408,10 @@ inline bool needs_no_plan(Bytes src, uint32_t code, const std::vector<uint64_t>&
     return is_plain(src.data(), *dtype, shape, geometry, level, isa);
 }
 
-// How pack_views() packs a short tensor that is no float: its geometry, the mode of whole units,
-// and mode and bytes of each stream. Nothing if it leaves the tensor to a plan.
-inline std::optional<std::tuple<Geometry, int, std::vector<std::pair<int, std::size_t>>>>
-plan_short(Bytes src, uint32_t code, std::size_t n_dims, int level_number) {
+// How pack_views() packs a short tensor that is no float: its geometry, and mode and bytes of each
+// stream. Nothing if it leaves the tensor to a plan.
+inline std::optional<std::pair<Geometry, std::vector<std::pair<int, std::size_t>>>> plan_short(
+    Bytes src, uint32_t code, std::size_t n_dims, int level_number) {
     const Isa isa = choose_isa();
     const Level level = checked_level(level_number);
     const DTypeRow* const dtype = dtype_row(code);
@@ -430,7 +430,7 @@ plan_short(Bytes src, uint32_t code, std::size_t n_dims, int level_number) {
     for (uint32_t p = 0; p < cut.spec.n_planes; ++p)
         streams.emplace_back(static_cast<int>(descriptor_mode(way.row[1 + p])),
                              descriptor_nbytes(way.row[1 + p]));
-    return std::make_tuple(cut, static_cast<int>(way.whole()), std::move(streams));
+    return std::make_pair(cut, std::move(streams));
 }
 
 // For each view of a tensor that side data are tried for, how many dimensions make its rows.

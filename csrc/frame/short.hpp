@@ -32,17 +32,11 @@ struct ShortWay {
 
     // How the tensor is cut. It has one chunk, but chunks are as long as in longer tensors.
     Geometry cut(const Geometry& tensor) const {
-        const Mode mode = whole();
+        const Mode mode = descriptor_mode(row[1]);
         const std::size_t chunk = mode == Mode::kMatches   ? kMaxChunkNbytes
                                   : mode == Mode::kNibbles ? kNibbleChunkNbytes
                                                            : kChunkNbytes;
         return cut_tensor(tensor.spec.unit_nbytes, split, tensor.nbytes(), chunk);
-    }
-
-    // How whole units are coded; stored if they are not coded as a whole.
-    Mode whole() const {
-        const Mode mode = descriptor_mode(row[1]);
-        return mode == Mode::kMatches || mode == Mode::kNibbles ? mode : Mode::kStored;
     }
 };
 

@@ -47,7 +47,8 @@ inline void mark_places(const uint8_t* src, std::size_t n, uint32_t one_in, uint
 }
 
 constexpr std::size_t kMinSeenNbytes = 4;
-constexpr std::size_t kMaxSeenNbytes = 32;
+constexpr std::size_t kMaxSeenNbytes = 128;
+constexpr std::size_t kFewValues = 4;  // bytes that planes make so many times shorter
 
 // Counts places, and those whose next `n_seen` bytes were seen before.
 struct Glances {
@@ -59,8 +60,12 @@ struct Glances {
 
     void look(const uint8_t* at) {
         auto bytes = load<uint32_t>(at);
-        for (std::size_t i = 4; i < n_seen; i += 4)
-            bytes = (std::rotl(bytes, 15) + load<uint32_t>(at + i)) * 0x85EBCA6Bu;
+        if (n_seen > kMinSeenNbytes) {
+            auto mixed = load<uint64_t>(at);
+            for (std::size_t i = 8; i < n_seen; i += 8)
+                mixed = (std::rotl(mixed, 29) + load<uint64_t>(at + i)) * 0x9E3779B185EBCA87u;
+            bytes = static_cast<uint32_t>((mixed * 0x9E3779B185EBCA87u) >> 32);
+        }
         uint32_t& last = table[bytes * 0x9E3779B1u >> (32 - kGlanceTableLog)];
         ++n_places;
         n_repeats += last == bytes ? 1 : 0;
@@ -82,8 +87,8 @@ struct Glances {
 };
 
 // Whether more than one in kRareRepeats places of a few pieces repeats an earlier one, or too few
-// places were found. A place is `n_seen` bytes, a multiple of four: so many that chance repeats
-// few of them.
+// places were found. A place is `n_seen` bytes, four or a multiple of eight: so many that chance
+// repeats few of them.
 inline bool may_repeat(const uint8_t* src, std::size_t nbytes, std::size_t n_seen, Isa isa) {
     Glances glances;
     glances.n_seen = n_seen;
@@ -120,14 +125,17 @@ inline bool may_rise(const uint8_t* src, std::size_t n) {
 
 // Whether trials of matches and Zstandard are worth their time for `n` units that take
 // `planes_nbytes` bytes by planes. Two equal places tell of more than chance if they take 32 bits
-// there.
+// there. Where few values are frequent, they must take 64: what a shorter match takes itself is
+// most of what it saves.
 inline bool glance_for_matches(const uint8_t* src, std::size_t n, uint32_t unit_nbytes,
                                std::size_t planes_nbytes, Isa isa) {
     const std::size_t nbytes = n * unit_nbytes;
     const std::size_t planes = std::max<std::size_t>(planes_nbytes, 1);
-    const std::size_t n_seen = kMinSeenNbytes * ((nbytes + planes / 2) / planes);
+    const std::size_t shorter = std::max<std::size_t>((nbytes + planes / 2) / planes, 1);
+    std::size_t n_seen = kMinSeenNbytes * shorter * (shorter < kFewValues ? 1 : 2);
+    if (n_seen > kMinSeenNbytes) n_seen = round_up(n_seen, 8);
     if (n_seen > kMaxSeenNbytes) return true;
-    return may_repeat(src, nbytes, std::max(n_seen, kMinSeenNbytes), isa) ||
+    return may_repeat(src, nbytes, n_seen, isa) ||
            with_integer(unit_nbytes, [&](auto zero) { return may_rise<decltype(zero)>(src, n); });
 }
 

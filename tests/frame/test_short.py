@@ -52,6 +52,14 @@ def test_what_fits_the_padding_is_stored(dtype: str, level: str) -> None:
         assert frame.nbytes == 128 + 64 * (len(data) > 0)
 
 
+REASONS = {
+    Mode.RANS: "planes in bits: ",
+    Mode.STORED: "incompressible",
+    Mode.MATCHES: "repetitive: matches take ",
+    Mode.NIBBLES: "pairs of 4-bit numbers: take ",
+}
+
+
 @pytest.mark.parametrize(
     ("dtype", "kind", "mode", "most"),
     [
@@ -74,6 +82,18 @@ def test_the_shortest_way_is_taken(dtype: str, kind: str, mode: Mode, most: floa
     frame = check_tensor(data, dtype)
     assert mode in {mode for plane in frame.planes() for mode in plane.modes}
     assert frame.nbytes <= most * len(data)
+    assert frame.plan is not None
+    assert frame.plan.reason.startswith(REASONS[mode])
+
+
+@pytest.mark.parametrize("n", [3000, 9216, 1 << 16])
+@pytest.mark.parametrize("share", [0.5, 0.75])
+def test_few_values_are_not_taken_for_repetition(n: int, share: float) -> None:
+    """As scales are: few values are frequent, so short runs occur twice by chance."""
+    values = np.random.default_rng(0).geometric(share, n).clip(max=20).astype(np.uint8)
+    assert is_packed_by_the_core(values.tobytes(), "F8_E8M0")
+    twice = np.concatenate([values[: n // 2]] * 2).tobytes()
+    assert not is_packed_by_the_core(twice, "F8_E8M0")
 
 
 def test_bytes_that_repeat_are_left_to_zstandard() -> None:

@@ -9,7 +9,7 @@ number of threads, and it says why it was chosen.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from packhorse import _core
@@ -28,7 +28,7 @@ from packhorse.layout import (
     Split,
 )
 
-__all__ = ["Plan", "choose_plan"]
+__all__ = ["Plan", "choose_plan", "plan_of_streams"]
 
 _SAMPLE_EVERY_NBYTES = 4 << 20  # one run of 4096 units for each 4 MiB
 _MAX_SAMPLES = 16
@@ -138,9 +138,8 @@ def choose_plan(source: Source, level: Level, *, with_side: bool = True) -> Plan
         return Plan(geometry, level, 0)
     short = _core.plan_short(data, dtype.code, len(shape), level)
     if short is not None:
-        geometry, whole, streams = short
-        planes = () if geometry.split == Split.WHOLE else tuple(streams)
-        return Plan(geometry, level, sum([n for _, n in streams]), planes, whole=Mode(whole))
+        geometry, streams = short
+        return plan_of_streams(geometry, level, streams)
     n_samples = min(_MAX_SAMPLES, 1 + nbytes // _SAMPLE_EVERY_NBYTES)
     estimates, is_odd = _core.estimate_planes(data, geometry, level, n_samples)
     planes_nbytes = sum([nbytes for _, nbytes in estimates])
@@ -167,6 +166,22 @@ def choose_plan(source: Source, level: Level, *, with_side: bool = True) -> Plan
         geometry = cut(dtype, split, nbytes, CLASSED_CHUNK_NBYTES)
         planes_nbytes -= side.saving
     return Plan(geometry, level, planes_nbytes, tuple(estimates), side)
+
+
+def plan_of_streams(
+    geometry: Geometry, level: Level, streams: Sequence[tuple[int, int]]
+) -> Plan:
+    """The plan that a tensor would have had which the core has packed without one.
+
+    Args:
+        geometry: how it is cut.
+        level: the level asked for.
+        streams: mode and bytes of each plane, or of the whole units.
+    """
+    nbytes, first = sum([n for _, n in streams]), Mode(streams[0][0])
+    if geometry.split == Split.WHOLE and first in (Mode.STORED, Mode.MATCHES, Mode.NIBBLES):
+        return Plan(geometry, level, nbytes, whole=first)
+    return Plan(geometry, level, nbytes, tuple(streams))
 
 
 def _nibbles_plan(source: Source, level: Level, planes_nbytes: int, n_samples: int) -> Plan | None:

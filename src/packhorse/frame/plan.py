@@ -14,7 +14,7 @@ import numpy as np
 from packhorse._core import Geometry
 from packhorse.arguments import resolve_level
 from packhorse.codecs.base import as_bytes
-from packhorse.codecs.plan import Plan, choose_plan
+from packhorse.codecs.plan import Plan, choose_plan, plan_of_streams
 from packhorse.codecs.side import side_capacity
 from packhorse.codecs.source import Source, natural_geometry
 from packhorse.frame.base import checked_base, plan_delta
@@ -25,8 +25,6 @@ from packhorse.layout import (
     STREAM_NBYTES_MASK,
     DType,
     Level,
-    Mode,
-    Split,
 )
 
 if TYPE_CHECKING:
@@ -185,11 +183,7 @@ def plan_of(header: FrameHeader) -> Plan:
         (int(streams[longest[p], p]) >> STREAM_NBYTES_BITS, int(lengths[:, p].sum()))
         for p in range(header.n_planes)
     )
-    total, mode = sum(nbytes for _, nbytes in planes), Mode(planes[0][0])
-    if header.split == Split.WHOLE and Split.FLOAT not in header.dtype.splits:
-        whole = mode if mode in (Mode.MATCHES, Mode.NIBBLES) else Mode.STORED
-        return Plan(header.geometry, Level(header.level), total, whole=whole)
-    return Plan(header.geometry, Level(header.level), total, planes)
+    return plan_of_streams(header.geometry, Level(header.level), planes)
 
 
 def checked_source(src: Buffer, dtype: str, shape: Sequence[int]) -> Source:
