@@ -22,6 +22,7 @@ __all__ = ["CRC_END", "Document", "compact_json", "read_checksum", "sign"]
 _CRC = re.compile(rb'\{"crc32c":"([0-9a-f]{8})",')
 _CRC_AT = len('{"crc32c":"')
 CRC_END = _CRC_AT + 8
+_INTEGERS = frozenset({int})
 _HASH = re.compile(r"[0-9a-f]{32}")
 
 
@@ -83,6 +84,7 @@ class Document:
             CorruptionError: it is not a JSON object.
         """
         self._fields = parse_json(text, label=label, offset=offset)
+        self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # those that are right
         self.label = label
 
     def check_kind(self, key: str, kind: str, version: int) -> None:
@@ -142,12 +144,17 @@ class Document:
         return value
 
     def shape(self, value: object, where: str) -> tuple[int, ...]:
-        """A value that must be the shape of a tensor."""
+        """A value that must be the shape of a tensor. Most tensors of a document share a few."""
+        if type(value) is list and _INTEGERS.issuperset(map(type, value)):  # True is equal to 1
+            known = self._shapes.get(tuple(value))
+            if known is not None:
+                return known
         if not isinstance(value, list) or len(value) > MAX_DIMS:
             raise self.fail(f"{where}: shape must be a list of at most {MAX_DIMS} sizes")
         sizes = tuple(self.integer(size, 0, MAX_BITS - 1, f"{where}: a size") for size in value)
         if math.prod(max(size, 1) for size in sizes) >= MAX_BITS:
             raise self.fail(f"{where}: shape {shown(value)} has more elements than any memory")
+        self._shapes[sizes] = sizes
         return sizes
 
     def dtype(self, value: object, where: str) -> str:

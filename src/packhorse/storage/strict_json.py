@@ -55,7 +55,8 @@ def parse_json(text: bytes, *, label: str, offset: int = 0) -> dict[str, Any]:
         string = text.decode("utf-8")
         document = json.loads(
             string,
-            object_pairs_hook=_unique,
+            # UTF-8 has no lone surrogates, so only escapes can make them.
+            object_pairs_hook=_unique_text if b"\\u" in text else _unique,
             parse_constant=_no_constant,
             parse_float=_finite,
         )
@@ -108,14 +109,21 @@ def shown(value: object) -> str:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"the key {shown(key)} occurs twice in one object")
+            seen.add(key)
+    return result
+
+
+def _unique_text(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for key, value in pairs:
-        if key in result:
-            raise ValueError(f"the key {shown(key)} occurs twice in one object")
         check_text(key)
         _check_strings(value)
-        result[key] = value
-    return result
+    return _unique(pairs)
 
 
 def _check_strings(value: object) -> None:

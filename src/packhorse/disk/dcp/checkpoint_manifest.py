@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import posixpath
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -344,15 +344,15 @@ class _Parser:
             raise ValueError(
                 f"{shown(fqn)} is of kind {shown(row['kind'])}; 'tensor' and 'bytes' are allowed"
             )
-        size = self._shape(row["size"], shown(fqn))
+        label = shown(fqn)
+        size = self._shape(row["size"], label)
         chunks = []
-        for pair in row["chunks"]:
-            offsets, sizes = (torch.Size(self._shape(part, shown(fqn))) for part in pair)
-            chunks.append(ChunkStorageMetadata(offsets, sizes))
-        for chunk in chunks:
-            ends = [a + b for a, b in zip(chunk.offsets, chunk.sizes, strict=True)]
-            if len(ends) != len(size) or any(e > s for e, s in zip(ends, size, strict=True)):
-                raise ValueError(f"a shard of {shown(fqn)} extends beyond the tensor")
+        for first, second in row["chunks"]:
+            offsets, sizes = self._shape(first, label), self._shape(second, label)
+            is_whole = sizes == size and not any(offsets) and len(offsets) == len(size)
+            if not is_whole and not _is_inside(offsets, sizes, size):
+                raise ValueError(f"a shard of {label} extends beyond the tensor")
+            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
         properties = TensorProperties(
             self._dtype(row["dtype"], fqn),
             _LAYOUTS[row["layout"]],
@@ -382,6 +382,13 @@ class _Parser:
                 f"the shard of {shown(index.fqn)} at offsets {index.offset} has shape "
                 f"{list(shard.shape)}, not {list(sizes)}"
             )
+
+
+def _is_inside(offsets: Sequence[int], sizes: Sequence[int], size: Sequence[int]) -> bool:
+    """Whether a box lies inside a tensor, and has as many dimensions."""
+    if not len(offsets) == len(sizes) == len(size):
+        return False
+    return all(o + n <= s for o, n, s in zip(offsets, sizes, size, strict=True))
 
 
 def _may_build_upon(content: Content, base: Content) -> bool:
