@@ -105,7 +105,9 @@ class FrameFacts:
     @property
     def base_dtype(self) -> str | None:
         """safetensors' name of the base's dtype; None if the frame needs no base."""
-        return None if self.header.base is None else self.header.base.dtype.name
+        if self._opened.base_hash is None or self.header.base is None:
+            return None
+        return self.header.base.dtype.name
 
     @property
     def split(self) -> Split:
@@ -126,7 +128,7 @@ class FrameFacts:
     @property
     def chunk_nbytes(self) -> int:
         """Decoded bytes of a full chunk."""
-        return self.header.geometry.chunk_nbytes
+        return self._opened.geometry.chunk_nbytes
 
     @property
     def ratio(self) -> float:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
+from packhorse._core import Views
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.dcp.pack_files import CheckpointFrames
 from packhorse.errors import blaming
 from packhorse.frame import Frame
+from packhorse.frame.many import decompress_to_views
 from packhorse.storage.frames.chain import Chain
 from packhorse.storage.frames.refs import FrameRef
 from packhorse.storage.frames.scratch import Scratch
@@ -43,9 +45,8 @@ class OpenFrames:
         # A frame may be wanted itself, and be the base of another one too.
         new.update((ref, name) for ref, name in wanted.items() if ref in new)
         self._store.peek(new)
-        for ref, name in new.items():
-            self._frames[ref] = self._store.open(ref, name)
-            self._names[ref] = name
+        self._frames.update(zip(new, self._store.open_all(new), strict=True))
+        self._names.update(new)
         return len(new)
 
     def __getitem__(self, ref: FrameRef) -> Frame:
@@ -64,6 +65,25 @@ class OpenFrames:
         """
         self._store.fetch_parts(
             (ref, *self[ref].payload_range(start, stop)) for ref, start, stop in parts
+        )
+
+    def decode_whole(self, refs: Sequence[FrameRef], views: Views, threads: int) -> list[int]:
+        """Decode whole tensors without a base, in one call of the core.
+
+        Args:
+            refs: the frames of the tensors.
+            views: memory for each tensor; unknown where the core cannot write.
+            threads: how many threads to use.
+
+        Returns:
+            Which ones are left for `decode`.
+
+        Raises:
+            CorruptionError: a frame is damaged.
+        """
+        frames = [self[ref] for ref in refs]
+        return decompress_to_views(
+            frames, views, threads, lambda i: self._store.label(refs[i].pack)
         )
 
     def decode(

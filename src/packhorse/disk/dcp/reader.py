@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -251,12 +250,17 @@ class _Run:
     start: int
     stop: int
     uses: list[_Use]
-    dst: ByteArray = field(default_factory=lambda: np.empty(0, np.uint8))
+    memory: torch.Tensor | None = None  # of `nbytes`: the tensor that wants the run, or a buffer
     is_direct: bool = False
 
     @property
     def nbytes(self) -> int:
         return self.stop - self.start
+
+    def dst(self) -> ByteArray:
+        """The bytes of the memory, to write to."""
+        assert self.memory is not None
+        return FRAMEWORK.writable(self.memory)
 
 
 @dataclass(slots=True)
@@ -276,9 +280,9 @@ class _Load:
         refs = [self.shards[item.storage_index].frame for item in items]
         runs = [_Run(ref, 0, self.frames[ref].logical_nbytes, []) for ref in dict.fromkeys(refs)]
         for run in runs:
-            run.dst = np.empty(run.nbytes, np.uint8)
+            run.memory = FRAMEWORK.empty("U8", (run.nbytes,))
         self._decode(runs)
-        found = {run.ref: run.dst.tobytes() for run in runs}
+        found = {run.ref: run.dst().tobytes() for run in runs}
         checked = [
             check_value(item.storage_index.fqn, found[ref], trusted=trusted)
             for item, ref in zip(items, refs, strict=True)
@@ -345,9 +349,7 @@ class _Load:
             use = run.uses[0]
             target = self._target(use)
             run.is_direct = len(run.uses) == 1 and use.piece.is_run and _is_plain(target, use.shard)
-            run.dst = (
-                FRAMEWORK.writable(target) if run.is_direct else np.empty(run.nbytes, np.uint8)
-            )
+            run.memory = target if run.is_direct else FRAMEWORK.empty("U8", (run.nbytes,))
 
     def _decode(self, runs: Sequence[_Run], following: FrameRef | None = None) -> None:
         """Decode runs, and their bases first.
@@ -368,21 +370,35 @@ class _Load:
             self.threads,
         )
         self._bases.update(zip(order, found, strict=True))
+        rest = self._decode_whole(todo)
 
         def decode(i: int, threads: int) -> None:
-            run = todo[i]
+            run = rest[i]
             base = None if run.ref.base is None else self._bases[run.ref.base]
-            self.frames.decode(run.ref, run.dst, run.start, run.stop, base=base, threads=threads)
+            self.frames.decode(run.ref, run.dst(), run.start, run.stop, base=base, threads=threads)
 
-        map_tensors(decode, [run.nbytes for run in todo], self.threads)
+        map_tensors(decode, [run.nbytes for run in rest], self.threads)
         for run in runs:
             if run.ref in needed:
-                run.dst[:] = self._bases[run.ref][run.start : run.stop]
+                run.dst()[:] = self._bases[run.ref][run.start : run.stop]
         for run in todo:
             self._count(run.ref, run.start, run.stop)
         for base in order:
             for at in base.chain:
                 self._count(at, 0, self._nbytes(at))
+
+    def _decode_whole(self, runs: Sequence[_Run]) -> list[_Run]:
+        """Decode the runs that are whole tensors and need no base in one call of the core, because
+        a call for each takes longer than its tensor if that is short. Returns those that are
+        left."""
+        whole = [i for i, run in enumerate(runs) if self._is_whole(run)]
+        views = FRAMEWORK.views([runs[i].memory for i in whole])
+        left = self.frames.decode_whole([runs[i].ref for i in whole], views, self.threads)
+        done = set(whole) - {whole[k] for k in left}
+        return [run for i, run in enumerate(runs) if i not in done]
+
+    def _is_whole(self, run: _Run) -> bool:
+        return run.ref.base is None and run.nbytes == self._nbytes(run.ref)
 
     def _split(
         self, runs: Sequence[_Run], following: FrameRef | None
@@ -416,14 +432,14 @@ class _Load:
 
     def _copied(self, runs: Sequence[_Run]) -> Iterator[_Use]:
         """Copy buffers to their tensors, and yield each use that is complete."""
+        direct = [run.memory for run in runs if run.is_direct and run.memory is not None]
+        FRAMEWORK.mark_all_written(direct)
         for run in runs:
             for use in run.uses:
-                if run.is_direct:
-                    FRAMEWORK.mark_written(self._target(use))
-                else:
+                if not run.is_direct:
                     self._target(use).copy_(_view(use, run))
                 yield use
-            run.dst = np.empty(0, np.uint8)
+            run.memory = None
 
     def _target(self, use: _Use) -> torch.Tensor:
         """The part of a tensor that a piece goes to. The planner is asked once for each item."""
@@ -431,6 +447,8 @@ class _Load:
         if key not in self._targets:
             self._targets[key] = self._resolve(use.item)
         target = self._targets[key]
+        if use.piece.lengths == target.shape:
+            return target
         for axis, (offset, length) in enumerate(
             zip(use.piece.offsets, use.piece.lengths, strict=True)
         ):
@@ -479,5 +497,6 @@ def _view(use: _Use, run: _Run) -> torch.Tensor:
     """A piece as a tensor, which shares the memory of its run."""
     dtype = _dtype_of(use.shard)
     first = use.piece.start - run.start // dtype.itemsize
-    flat = torch.from_numpy(run.dst).view(dtype)
+    assert run.memory is not None
+    flat = run.memory.view(dtype)
     return flat.as_strided(use.piece.lengths, strides_of(use.shard.shape), first)

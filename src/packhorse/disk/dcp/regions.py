@@ -67,6 +67,8 @@ def cut_box(
     if 0 in lengths:
         return []
     n_dims = len(shape)
+    if tuple(lengths) == tuple(shape):
+        return [Piece((0,) * n_dims, tuple(lengths), 0, math.prod(lengths))]
     strides = strides_of(shape)
     first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
     # spans[axis]: elements from the first to the last of the box, on this axis and those after it.

@@ -16,9 +16,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import groupby
 from types import TracebackType
 from typing import Self
 
+from packhorse import _core
+from packhorse._core import OpenFrame
 from packhorse.codecs.base import ByteArray
 from packhorse.errors import CorruptionError, PackhorseError, TruncationError, blaming
 from packhorse.frame import Frame
@@ -171,20 +174,39 @@ class PackStore:
 
     def open(self, ref: FrameRef, name: str | None = None) -> Frame:
         """A stored frame; see `FrameStore.open`."""
-        name = None if name is None else shortened(name)
-        data: memoryview | ByteArray | None = self._fetched.get((ref.pack, ref.offset))
-        if data is None:
-            whole = self.file(ref.pack, ref.pack_nbytes)
-            try:
-                data = whole.region(ref.offset, ref.nbytes)
-            except TruncationError as error:
-                if name is None:
-                    raise
-                raise TruncationError(f"tensor {name!r}: {error}") from error
-        with blaming(self.label(ref.pack)):
-            frame = Frame.from_buffer(data, name=name, offset=ref.offset)
-            _check(frame, ref, "" if name is None else f"tensor {name!r} ")
+        (frame,) = self.open_all({ref: name})
         return frame
+
+    def open_all(self, wanted: Mapping[FrameRef, str | None]) -> list[Frame]:
+        """Stored frames; see `FrameStore.open`. Their headers are read in one call of the core.
+
+        Args:
+            wanted: the frames, each with the name of the tensor that it is read for, for messages.
+
+        Raises:
+            CorruptionError, CompatibilityError, FileNotFoundError: as for `FrameStore.open`, for
+                the first frame of which the bytes cannot be had, or the first that is wrong.
+        """
+        names = [None if name is None else shortened(name) for name in wanted.values()]
+        data = [self._bytes_of(ref, name) for ref, name in zip(wanted, names, strict=True)]
+        rows = zip(wanted, names, data, _core.open_each(data), strict=True)
+        frames: list[Frame] = []
+        for pack, some in groupby(rows, lambda row: row[0].pack):
+            with blaming(self.label(pack)):
+                frames += [_checked(*row) for row in some]
+        return frames
+
+    def _bytes_of(self, ref: FrameRef, name: str | None) -> memoryview | ByteArray:
+        fetched = self._fetched.get((ref.pack, ref.offset))
+        if fetched is not None:
+            return fetched
+        whole = self.file(ref.pack, ref.pack_nbytes)
+        try:
+            return whole.region(ref.offset, ref.nbytes)
+        except TruncationError as error:
+            if name is None:
+                raise
+            raise TruncationError(f"tensor {name!r}: {error}") from error
 
     def chain(self, ref: FrameRef, name: str | None = None) -> Chain:
         """A stored frame with all frames that it needs; see `FrameStore.chain`."""
@@ -230,8 +252,10 @@ class PackStore:
         self._fetched.pop((ref.pack, ref.offset), None)
 
     def peek(self, refs: Iterable[FrameRef]) -> None:
-        """Get the headers of frames in few requests. The rest of a remote frame reads as zeros
-        until `fetch_parts` gets it."""
+        """Get the headers of remote frames in few requests. The rest of such a frame reads as zeros
+        until `fetch_parts` gets it. Does nothing if the storage is local."""
+        if self.storage.is_local:
+            return
         new = [ref for ref in refs if (ref.pack, ref.offset) not in self._fetched]
         for ref in new:
             whole = self.file(ref.pack, ref.pack_nbytes)
@@ -241,11 +265,14 @@ class PackStore:
         self.fetch_parts(part for part in longer if _PEEK_NBYTES < part[2] <= part[0].nbytes)
 
     def fetch_parts(self, parts: Iterable[tuple[FrameRef, int, int]]) -> None:
-        """Get parts of frames that `peek` was called for.
+        """Get parts of remote frames that `peek` was called for. Does nothing if the storage is
+        local.
 
         Args:
             parts: for each part, the frame, the first byte in the frame, and one past the last.
         """
+        if self.storage.is_local:
+            return
         by_pack: dict[str, list[tuple[ByteArray, int]]] = {}
         for ref, start, stop in parts:
             place = self._fetched[ref.pack, ref.offset][start:stop], ref.offset + start
@@ -318,12 +345,19 @@ class PackStore:
             self.storage.remove(self._layout.path_of(pack))
 
 
-def _check(frame: Frame, ref: FrameRef, tensor: str) -> None:
-    """Check that a frame is the one that a manifest describes.
+def _checked(
+    ref: FrameRef, name: str | None, data: memoryview | ByteArray, opened: OpenFrame | None
+) -> Frame:
+    """A frame that the core has opened, or could not, if it is the one that a manifest describes.
 
     Raises:
-        CorruptionError: it is not.
+        CorruptionError, CompatibilityError: it is not.
     """
+    if opened is None:  # this finds out why
+        frame = Frame.from_buffer(data, name=name, offset=ref.offset)
+    else:
+        frame = Frame(data, opened, name, ref.offset)
+    tensor = "" if name is None else f"tensor {name!r} "
     wanted = ref.content
     shape = None if wanted.shape is None else frame.shape
     if Content(frame.content_hash, frame.dtype, frame.numel, shape) != wanted:
@@ -338,6 +372,7 @@ def _check(frame: Frame, ref: FrameRef, tensor: str) -> None:
             f"{tensor}at byte {ref.offset}: the frame is a delta against {_hex(frame.base_hash)}, "
             f"but the manifest says {_hex(base and base.digest)}"
         )
+    return frame
 
 
 def _described(content: Content) -> str:

@@ -50,6 +50,10 @@ class FrameRef:
     n_deltas: int
     pack_nbytes: int = 0
 
+    def __hash__(self) -> int:
+        """From the place alone: a hash of all fields would walk down the chain at each look-up."""
+        return hash((self.pack, self.offset))
+
     @property
     def chain(self) -> tuple[FrameRef, ...]:
         """This frame, its base, the base of its base, and so on down to a full frame."""
