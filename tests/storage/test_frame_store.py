@@ -207,6 +207,27 @@ def test_a_master_that_equals_the_end_of_a_long_chain(
     assert decoded(store, ref) == rounded(floats(2)).tobytes()
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_frames_are_written_together(store: FrameStore, strict: bool) -> None:
+    """But a master has its place before its copy is written, which names it."""
+    items = [item(f"x{i}", floats(0)[: 2 + i % 20]) for i in range(30)]  # ten of them are equal
+    items += [item("m", floats(2)), item("c", rounded(floats(2)), "BF16", master=30)]
+    items += [item("d", rounded(floats(2)), "BF16", master=30), item("y", floats(1))]
+    counts: list[int] = []
+    with store.batch([it.spec.name for it in items], 1 << 22) as batch:
+
+        class Counted:
+            def put(self, frames: Sequence[NewFrame]) -> list[FrameRef]:
+                counts.append(len(frames))
+                return batch.put(frames)
+
+        refs = FramePacker(store, options(is_strict=strict)).add(Counted(), items)
+    assert counts == [21, 2]  # the copies are equal
+    assert refs[31].base == refs[30]
+    for ref, it in zip(refs, items, strict=True):
+        assert decoded(store, ref) == it.data.tobytes()
+
+
 def test_only_whole_frames_where_only_those_will_do(store: FrameStore) -> None:
     (base,) = add(store, [item("x", floats(0))])
     (ref,) = add(store, [item("x", floats(1), base=base, is_whole=True)])

@@ -49,6 +49,9 @@ class Sink(Protocol):
     def write(self, data: Buffer) -> None:
         """Append bytes."""
 
+    def write_all(self, pieces: Iterable[Buffer]) -> None:
+        """Append several pieces, in few calls of the system."""
+
     def patch(self, offset: int, data: Buffer) -> None:
         """Overwrite bytes that were appended before."""
 

@@ -97,20 +97,28 @@ class PackWriter:
 
     def put(self, frames: Sequence[NewFrame]) -> list[FrameRef]:
         """Append frames, and return where each one is stored."""
-        return [self._put(frame) for frame in frames]
+        sink = self._begun() if frames else None
+        refs = [self._placed(frame) for frame in frames]
+        if sink is not None:
+            sink.write_all([frame.data for frame in frames])
+        return refs
 
-    def _put(self, new: NewFrame) -> FrameRef:
+    def _begun(self) -> Sink:
+        """The file, with room for the header in front."""
         if self._sink is None:
             self._context = self._storage.create(self._layout.path_of(self.pack))
             self._sink = self._context.__enter__()
             self._sink.write(bytes(self._data_offset))
             self.nbytes = self._data_offset
+        return self._sink
+
+    def _placed(self, new: NewFrame) -> FrameRef:
+        """Give a frame its place."""
         n_deltas = 0 if new.base is None else new.base.n_deltas + 1
         nbytes = new.data.nbytes
         ref = FrameRef(self.pack, self.nbytes, nbytes, new.content, new.base, n_deltas)
         name = self._layout.name_of(ref, new.name)
         self._rows[name] = _row(name, ref.offset - self._data_offset, nbytes)
-        self._sink.write(new.data)
         self.nbytes += nbytes
         return ref
 

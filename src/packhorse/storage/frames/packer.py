@@ -110,6 +110,7 @@ class FramePacker:
         known = self._find(contents.values(), share)
         jobs = self._plan(items, contents, known)
         frames = self._compress(items, jobs, contents)
+        queue = _Queue(batch, self.new)
         for job in jobs:
             k, frame, spec = job.number, frames[job.number], items[job.number].spec
             content = contents.get(k)
@@ -120,16 +121,18 @@ class FramePacker:
                     f"{spec.name}: the tensor changed while it was packed; pack it when nothing "
                     "writes to it"
                 )
-            if content not in self.new:
-                base = job.base if job.master is None else known[contents[job.master]]
+            if content not in queue:
+                base = job.base
+                if job.master is not None:
+                    base = queue.place_of(contents[job.master]) or known[contents[job.master]]
                 if base is not None and base.n_deltas >= self._options.max_deltas:
                     # The master turned out to equal a tensor at the end of a long chain.
                     whole = job._replace(base=None, master=None)
                     frame = self._frame(items, [whole], {}, 0, self._options.threads)
                 base = base if frame.base_hash else None
-                new = NewFrame(frame.buffer(), content, base, spec.name)
-                (self.new[content],) = batch.put([new])
-            known[content] = self.new[content]
+                queue.add(NewFrame(frame.buffer(), content, base, spec.name))
+        queue.write()
+        known |= {contents[job.number]: self.new[contents[job.number]] for job in jobs}
         for k, content in contents.items():
             self._options.cache.put(content, items[k].data)
         return [known[contents[k]] for k in range(len(items))]
@@ -275,6 +278,42 @@ class _Job(NamedTuple):
     base: FrameRef | None
     master: int | None
     room: ByteArray
+
+
+class _Queue:
+    """New frames that are written together, because a call of the system for each takes longer than
+    a short frame."""
+
+    def __init__(self, batch: FrameBatch, written: dict[Content, FrameRef]) -> None:
+        """
+        Args:
+            batch: where the frames go.
+            written: the frames that have a place; those of the queue are added when they get one.
+        """
+        self._batch = batch
+        self._written = written
+        self._waiting: dict[Content, NewFrame] = {}
+
+    def __contains__(self, content: Content) -> bool:
+        """Whether there is a frame of this content, written or not."""
+        return content in self._waiting or content in self._written
+
+    def add(self, new: NewFrame) -> None:
+        """Let a frame wait."""
+        self._waiting[new.content] = new
+
+    def place_of(self, content: Content) -> FrameRef | None:
+        """Where the frame of a content is stored; None if it was not written by this packer."""
+        if content in self._waiting:
+            self.write()
+        return self._written.get(content)
+
+    def write(self) -> None:
+        """Write the frames that wait."""
+        if self._waiting:
+            refs = self._batch.put(list(self._waiting.values()))
+            self._written.update(zip(self._waiting, refs, strict=True))
+            self._waiting.clear()
 
 
 def _new_of(n_items: int, contents: Mapping[int, Content], known: Container[Content]) -> list[int]:
