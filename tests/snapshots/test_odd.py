@@ -13,6 +13,7 @@ import pytest
 import torch
 from snapshot_samples import assert_same
 
+from packhorse import _core
 from packhorse.disk import SnapshotStore
 from packhorse.errors import CompatibilityError
 
@@ -172,3 +173,21 @@ def test_a_store_that_was_removed_is_made_anew(tmp_path: Path) -> None:
     store.take("b", {"w": np.arange(9.0)})
     assert SnapshotStore(tmp_path / "s").names() == ["b"]
     assert SnapshotStore(tmp_path / "s").verify() == []
+
+
+def test_headers_of_short_tensors_are_read_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if some of the tensors are equal, and share a frame."""
+    state = {f"w{i}": np.arange(i % 7, 200.0) for i in range(40)} | {"long": np.arange(1e5)}
+    SnapshotStore(tmp_path).take("a", state)
+    counts: list[int] = []
+    real = _core.open_each
+
+    def counted(buffers: list[Any]) -> Any:
+        counts.append(len(buffers))
+        return real(buffers)
+
+    monkeypatch.setattr(_core, "open_each", counted)
+    assert_same(SnapshotStore(tmp_path).restore("a"), state)
+    assert counts == [7, 1]

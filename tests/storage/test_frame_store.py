@@ -4,7 +4,7 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,9 @@ class ValueStore:
 
     def open(self, ref: FrameRef, name: str | None = None) -> Frame:
         return Frame.from_buffer(memoryview(self.values[ref.pack]), name=name)
+
+    def open_all(self, wanted: Mapping[FrameRef, str | None]) -> list[Frame]:
+        return [self.open(ref, name) for ref, name in wanted.items()]
 
     def chain(self, ref: FrameRef, name: str | None = None) -> Chain:
         links = ref.chain

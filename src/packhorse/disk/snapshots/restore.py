@@ -219,7 +219,9 @@ def _short_ones(
     tensors: dict[int, Any] = {}
 
     def open_some(part: Sequence[int]) -> ShortFrames:
-        opened = [store.open(chosen[k].frame, chosen[k].path).opened for k in part]
+        wanted = {chosen[k].frame: chosen[k].path for k in part}
+        frames = dict(zip(wanted, store.open_all(wanted), strict=True))
+        opened = [frames[chosen[k].frame].opened for k in part]
         absent = [chosen[k] for k in part if k not in targets]
         forms = [(ref.dtype, ref.shape) for ref in absent]
         new = iter(new_tensors(framework, forms, lambda i: shortened(absent[i].path)))

@@ -16,7 +16,7 @@ LMDB) implements the same calls, and gives `FrameRef.pack` and `FrameRef.offset`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
@@ -75,6 +75,10 @@ class FrameStore(Protocol):
                 names.
             FileNotFoundError: its pack does not exist.
         """
+
+    def open_all(self, wanted: Mapping[FrameRef, str | None]) -> list[Frame]:
+        """Stored frames, each with the name of the tensor that it is read for. Raises what `open`
+        raises, for one of them; a store may look at all in one call."""
 
     def chain(self, ref: FrameRef, name: str | None = None) -> Chain:
         """A stored frame with all frames that it needs. Takes and raises the same as `open`."""

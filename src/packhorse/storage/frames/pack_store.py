@@ -186,15 +186,9 @@ class PackStore:
         return frame
 
     def open_all(self, wanted: Mapping[FrameRef, str | None]) -> list[Frame]:
-        """Stored frames; see `FrameStore.open`. Their headers are read in one call of the core.
-
-        Args:
-            wanted: the frames, each with the name of the tensor that it is read for, for messages.
-
-        Raises:
-            CorruptionError, CompatibilityError, FileNotFoundError: as for `FrameStore.open`, for
-                the first frame of which the bytes cannot be had, or the first that is wrong.
-        """
+        """Stored frames; see `FrameStore.open_all`. The core reads all headers in one call. An
+        error is about the first frame whose bytes cannot be had, or else about the first that is
+        wrong."""
         names = [None if name is None else shortened(name) for name in wanted.values()]
         data = [self._bytes_of(ref, name) for ref, name in zip(wanted, names, strict=True)]
         rows = zip(wanted, names, data, _core.open_each(data), strict=True)
