@@ -168,9 +168,7 @@ def choose_plan(source: Source, level: Level, *, with_side: bool = True) -> Plan
     return Plan(geometry, level, planes_nbytes, tuple(estimates), side)
 
 
-def plan_of_streams(
-    geometry: Geometry, level: Level, streams: Sequence[tuple[int, int]]
-) -> Plan:
+def plan_of_streams(geometry: Geometry, level: Level, streams: Sequence[tuple[int, int]]) -> Plan:
     """The plan that a tensor would have had which the core has packed without one.
 
     Args:

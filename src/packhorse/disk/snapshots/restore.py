@@ -219,8 +219,8 @@ def _short_ones(
     tensors: dict[int, Any] = {}
 
     def open_some(part: Sequence[int]) -> ShortFrames:
-        wanted = {chosen[k].frame: chosen[k].path for k in part}
-        frames = dict(zip(wanted, store.open_all(wanted), strict=True))
+        refs = {chosen[k].frame: chosen[k].path for k in part}
+        frames = dict(zip(refs, store.open_all(refs), strict=True))
         opened = [frames[chosen[k].frame].opened for k in part]
         absent = [chosen[k] for k in part if k not in targets]
         forms = [(ref.dtype, ref.shape) for ref in absent]
