@@ -8,6 +8,7 @@ is 1 if an input did.
 """
 
 import argparse
+import hashlib
 import os
 import re
 import shutil
@@ -27,7 +28,7 @@ COMPILER = os.environ.get("CLANG", "clang++")
 FLAGS = (
     *(
         "-std=c++20",
-        f"-I{ROOT / 'csrc'}",
+        "-Icsrc",
         "-O1",
         "-g",
         "-fno-omit-frame-pointer",
@@ -157,21 +158,35 @@ def fuzz(target: Target, seconds: int, seed: int) -> bool:
 
 
 def build(target: Target) -> list[str] | None:
-    """Compile a target unless it is newer than all sources. Returns its command, or None if
-    compiling fails."""
+    """Compile a target unless it was compiled from what the sources are now. Returns its command,
+    or None if compiling fails."""
     program = BUILD / target.name
+    stamp = BUILD / f"{target.name}.sha256"
     program.parent.mkdir(parents=True, exist_ok=True)
-    sources = (FUZZ / target.source, *FUZZ.glob("*.hpp"), *(ROOT / "csrc").rglob("*.hpp"))
-    newest = max(path.stat().st_mtime for path in sources)
-    if not program.exists() or program.stat().st_mtime < newest:
-        compile_line = [COMPILER, *FLAGS, str(FUZZ / target.source), "-o", str(program)]
+    source = f"fuzz/{target.source}"
+    command = [COMPILER, *FLAGS, source, "-o", str(program)]
+    digest = sources_digest([COMPILER, *FLAGS], source)
+    if not program.exists() or not stamp.exists() or stamp.read_text() != digest:
+        stamp.unlink(missing_ok=True)  # a compiler that is killed leaves half a program
         done = subprocess.run(
-            compile_line, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
         if done.returncode:
             say(f"{target.name}: it does not compile", done.stdout)
             return None
+        stamp.write_text(digest)
     return [str(program)]
+
+
+def sources_digest(words: list[str], source: str) -> str:
+    """A digest of a command's words, and of all files that `source` may include. Times of files say
+    too little: a clone gives old sources new ones, and a build folder may come from elsewhere."""
+    digest = hashlib.sha256("\0".join(words).encode())
+    headers = [*(ROOT / "fuzz").glob("*.hpp"), *(ROOT / "csrc").rglob("*.hpp")]
+    for path in (ROOT / source, *sorted(headers)):
+        name, text = path.relative_to(ROOT).as_posix(), path.read_bytes()
+        digest.update(f"\0{name}\0{len(text)}\0".encode() + text)
+    return digest.hexdigest()
 
 
 def summary(log: str) -> str:
