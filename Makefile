@@ -111,7 +111,7 @@ compile: build/tsan/threads ## compile ahead what `make tsan` and `make fuzz` ru
 # What the fuzz targets and the thread test claim, on another architecture than this machine's, for the seeds and what `make fuzz` found here.
 # Needs a cross compiler and an emulator (Debian: g++-aarch64-linux-gnu qemu-user-static). CI runs the first three targets. With sanitizers:
 # make arm ARM_FLAGS="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all" ASAN_OPTIONS=detect_leaks=0
-ARM_TARGETS ?= round_trip decode_plane decode_tensor weights bounded tables plan frames file_header threads
+ARM_TARGETS ?= round_trip decode_plane decode_tensor weights bounded tables plan frames short_tensor file_header threads
 ARM_FLAGS ?= -O2 -static
 ARM := aarch64-linux-gnu-g++ -std=c++20 -Icsrc $(ARM_FLAGS) -ffp-contract=off -Wall -Wextra -Werror -Wno-uninitialized -Wno-maybe-uninitialized -pthread
 ON_ARM := qemu-aarch64-static -L /usr/aarch64-linux-gnu

@@ -153,6 +153,36 @@ inline uint64_t next_noise(uint64_t& state) {
     return state;
 }
 
+// Which bits of a tensor are noise, and in one of how many units: a mask (8 bytes), a stride (2).
+struct Noise {
+    uint64_t mask;
+    std::size_t stride;
+
+    explicit Noise(Input& input) {
+        const uint64_t low = input.take(4);
+        mask = uint64_t{input.take(4)} << 32 | low;
+        stride = 1 + input.take(2);
+    }
+};
+
+// A tensor that repeats what is left of the input, with noise on top: a few hundred bytes alone
+// never fill the lanes and blocks of large chunks.
+inline Buffer make_tensor(Input& input, std::size_t nbytes, uint32_t unit_nbytes,
+                          const Noise& noise) {
+    Buffer tensor(nbytes);
+    const std::size_t pattern = input.nbytes();
+    for (std::size_t i = 0; pattern > 0 && i < nbytes; ++i)
+        tensor.data()[i] = input.data()[i % pattern];
+    uint64_t state = 0x9E3779B97F4A7C15;
+    const std::size_t step = noise.stride * unit_nbytes;
+    for (std::size_t i = 0; noise.mask != 0 && i + unit_nbytes <= nbytes; i += step) {
+        const uint64_t bits = next_noise(state) & noise.mask;
+        for (uint32_t b = 0; b < unit_nbytes; ++b)
+            tensor.data()[i + b] ^= static_cast<uint8_t>(bits >> (8 * b));
+    }
+    return tensor;
+}
+
 // A base for a tensor, or none. If the tensor's units are known, the base has these units, with
 // noise in the bits of a mask in one of every `stride` units.
 class BaseUnits {

@@ -56,60 +56,25 @@ from fuzz_request import HOLDERS
 from fuzz_update import weights as updated_weights
 from lying_frames import LIES
 from sample_store import build_store, catalogue_parts, checkpoint_manifests, snapshot_manifests
+from sample_units import (
+    FEW,
+    KINDS,
+    PLANES,
+    make_halves,
+    make_matrix,
+    make_plane,
+    make_runs,
+    make_step,
+    make_units,
+)
 from table_samples import named_tables
 
-__all__ = ["KINDS", "TARGETS", "modes_of", "seed_frames", "write_seeds"]
+__all__ = ["TARGETS", "modes_of", "seed_frames", "write_seeds"]
 
-KINDS = ("constant", "few", "phrases", "weights", "noise")
 Seeds = Iterator[tuple[str, bytes]]
-_N_UNITS = 384  # coded streams begin to pay at about this length
 _CHUNK_LOG = 9
 _MAX_LIE_NBYTES = 1024
-_FEW = 0.05  # the scale of a step that changes few units
 _DELTA_DTYPES = ("U8", "I16", "I32", "I64", "BF16", "F16", "F32", "F64", "F8_E4M3")
-
-
-def make_units(kind: str, dtype: DType, n: int = _N_UNITS) -> bytes:
-    """Units of a dtype that make the encoder choose one mode or another."""
-    rng = np.random.default_rng([len(kind), dtype.code, n])
-    size = dtype.unit_nbytes
-    noise = rng.integers(0, 256, (n, size), np.uint8)
-    if kind == "constant":
-        return noise[:1].tobytes() * n
-    if kind == "few":
-        return noise[np.minimum(rng.geometric(0.5, n) - 1, 5)].tobytes()
-    if kind == "phrases":
-        return np.resize(noise[:41], (n, size)).tobytes()
-    if kind == "weights":  # a skewed byte on top of noise, where the exponent is
-        noise[:, -1] = np.minimum(rng.geometric(0.3, n), 60) + 90
-        return (noise.view(f"<u{size}") >> int(Split.FLOAT in dtype.splits)).tobytes()
-    return noise.tobytes()
-
-
-def make_matrix(dtype: DType, n_rows: int, n_columns: int) -> bytes:
-    """Units whose exponents nearly follow from row and column."""
-    rng = np.random.default_rng([dtype.code, n_rows, n_columns])
-    logs = rng.normal(0, 4, (n_rows, 1)) + rng.normal(0, 4, n_columns)
-    logs = logs + rng.normal(0, 0.3, (n_rows, n_columns))
-    # Small values are powers of two, so that the exponent predicts something about the mantissa.
-    values = rng.choice([-1, 1], logs.shape) * np.exp2(np.where(logs > 0, logs, np.floor(logs)))
-    if dtype.unit_nbytes == 1:
-        exponents = np.clip(logs / 6 + 16, 0, 31).astype(np.uint8)
-        return (exponents << 2 | rng.integers(0, 4, logs.shape, np.uint8)).tobytes()
-    bits = values.astype(np.float64 if dtype.unit_nbytes == 8 else np.float32)
-    units = bits.view(f"<u{bits.itemsize}") >> 8 * max(0, bits.itemsize - dtype.unit_nbytes)
-    return units.astype(f"<u{dtype.unit_nbytes}").tobytes()
-
-
-# The number of values of a plane, and how much their frequencies differ.
-PLANES = ((2, 0.9), (5, 0.5), (20, 0.2), (50, 0.06), (200, 0.02), (256, 0.1))
-
-
-def make_plane(n: int, n_values: int, skew: float) -> ByteArray:
-    """Bytes with this many different values, which are scattered so that no bit is noise."""
-    rng = np.random.default_rng([n, n_values])
-    ranks = np.minimum(rng.geometric(skew, n), n_values) - 1
-    return rng.permutation(256)[ranks].astype(np.uint8)
 
 
 def build_frame(
@@ -185,19 +150,12 @@ def seed_frames() -> Iterator[tuple[str, Frame]]:
     for kind in KINDS:  # more lanes, more dimensions
         data = make_units(kind, DTYPES[0], 1 << 14)
         yield f"large-{kind}", compress_buffer(data, "BF16", (2, 64, 64), level="max")
-    for name in ("U16", "I32", "I64"):  # runs of numbers that occurred before, and steps
-        unit = np.dtype(f"u{DTYPE_BY_NAME[name].unit_nbytes}")
-        rng = np.random.default_rng(unit.itemsize)
-        words = rng.integers(0, 30_000, (12, 9)).astype(unit)
-        phrases = words[rng.integers(0, 12, 300)].reshape(-1)
-        rising = np.cumsum(rng.integers(1, 9, 2000)).astype(unit)
-        for kind, units in (("phrases", phrases), ("rising", rising)):
+    for name in ("U16", "I32", "I64"):
+        for kind, units in make_runs(DTYPE_BY_NAME[name].unit_nbytes).items():
             yield f"{name}-matches-{kind}", compress_buffer(units.tobytes(), name, units.shape)
-    for name in ("U8", "I32"):  # numbers of four bits
-        halves = np.random.default_rng(4).binomial(15, 0.4, (3000, 2)).astype(np.uint8)
-        pairs = (halves[:, 0] | halves[:, 1] << 4).tobytes()
-        shape = (len(pairs) * 8 // DTYPE_BY_NAME[name].bits,)
-        yield f"{name}-nibbles", compress_buffer(pairs, name, shape)
+    for name in ("U8", "I32"):
+        shape = (3000 * 8 // DTYPE_BY_NAME[name].bits,)
+        yield f"{name}-nibbles", compress_buffer(make_halves(3000), name, shape)
     for number, plane_of in enumerate(PLANES):
         data, level = make_plane(3000, *plane_of).tobytes(), list(Level)[1 + number % 2]
         yield f"plane-{number}", build_frame(data, DTYPES[1], (3000,), 12, level)
@@ -206,7 +164,7 @@ def seed_frames() -> Iterator[tuple[str, Frame]]:
             continue
         # With the base that harness.py makes for every frame.
         base = (0x3C00 + 3 * np.arange(700 * dtype.unit_nbytes // 2)).astype("<u2").tobytes()
-        for scale in (0.6, 30, _FEW):
+        for scale in (0.6, 30, FEW):
             data = make_step(base, dtype.unit_nbytes, scale)
             frame = compress_buffer(data, dtype.name, (7, 100), base=base)
             yield f"{dtype.name}-delta-{scale:g}", frame
@@ -253,23 +211,10 @@ def fuzz_base(n_units: int, unit_nbytes: int) -> bytes:
     return units
 
 
-def make_step(base: bytes, unit_nbytes: int, scale: float) -> bytes:
-    """Units that are a few steps away from those of a base; some of them are far away. If the scale
-    is `_FEW`, only one in 20 is another one than in the base."""
-    units = np.frombuffer(base, f"<u{unit_nbytes}")
-    rng = np.random.default_rng([unit_nbytes, units.size])
-    if scale == _FEW:
-        near = rng.choice([-1, 1, 1, 3, -90], units.size) * (rng.random(units.size) < 0.05)
-        return (units + near.astype(np.int64).view(np.uint64).astype(units.dtype)).tobytes()
-    away = rng.normal(0, scale, units.size).astype(np.int64).view(np.uint64)
-    far = rng.integers(0, 1 << 64, units.size, np.uint64) * (rng.random(units.size) < 0.01)
-    return (units + (away + far).astype(units.dtype)).tobytes()
-
-
 def delta_seeds() -> Seeds:
     """As `decode_tensor_seeds`, with a base, which bits 5 and 6 of the cut announce."""
     for number, (dtype, scale) in enumerate(
-        product((row for row in DTYPES if row.name in _DELTA_DTYPES), (0.5, 40, 1e6, _FEW))
+        product((row for row in DTYPES if row.name in _DELTA_DTYPES), (0.5, 40, 1e6, FEW))
     ):
         base = fuzz_base(1500, dtype.unit_nbytes)
         data = make_step(base, dtype.unit_nbytes, min(scale, 8.0**dtype.unit_nbytes))
@@ -325,6 +270,24 @@ def round_trip_seeds() -> Seeds:
         side = struct.pack("<HH", 200, 4) + b"\5\1\3\2"
         noise = struct.pack("<QH", 0x01FF, 0)
         yield f"chunks-{level}", head + side + noise + make_units("weights", DTYPES[10], 64)
+
+
+def short_tensor_seeds() -> Seeds:
+    """Choices, dtype, length, noise, pattern."""
+    quiet, noisy = struct.pack("<QH", 0, 0), struct.pack("<QH", 0x0F0F, 3)
+    rows = [row for row in DTYPES if Split.FLOAT not in row.splits]
+    for number, row in enumerate(rows):
+        units = {kind: make_units(kind, row) for kind in KINDS} | {"halves": make_halves(3000)}
+        if row.unit_nbytes > 1:
+            runs = make_runs(row.unit_nbytes)
+            units |= {kind: run[:1000].tobytes() for kind, run in runs.items()}
+        for kind, pattern in units.items():
+            head = bytes([number % 4 | len(kind) % 16 << 2, row.code])
+            length = struct.pack("<I", len(pattern))[:3]
+            yield f"{row.name}-{kind}", head + length + quiet + pattern
+        longest = struct.pack("<I", 1 << 16)[:3]
+        yield f"{row.name}-longest", head + longest + noisy + units["weights"]
+        yield f"{row.name}-padding", head + struct.pack("<I", 60)[:3] + quiet + units["few"][:60]
 
 
 def frame_seeds() -> Seeds:
@@ -568,6 +531,7 @@ TARGETS = {
     "decode_tensor": decode_tensor_seeds,
     "decode_plane": decode_plane_seeds,
     "round_trip": round_trip_seeds,
+    "short_tensor": short_tensor_seeds,
     "tables": tables_seeds,
     "weights": weights_seeds,
     "frame": frame_seeds,

@@ -2,9 +2,8 @@
 // instruction sets and numbers of threads must write the same bytes, the decoder's own checks must
 // accept these bytes, and decoding must restore the tensor.
 //
-// Input: choices (2 bytes), Cut (2), length (3), Side (4 or more), mask and stride of the noise (8
-// and 2), the pattern. The tensor repeats the pattern and adds noise in the bits of the mask,
-// because a few hundred bytes alone never fill the lanes and blocks of large chunks.
+// Input: choices (2 bytes), Cut (2), length (3), Side (4 or more), Noise (10), the pattern of
+// make_tensor().
 #include "common.hpp"
 #include "tensor/single_plane.hpp"
 
@@ -69,32 +68,6 @@ struct Encoded {
                std::equal(payload.data(), payload.data() + nbytes, other.payload.data());
     }
 };
-
-struct Noise {
-    uint64_t mask;
-    std::size_t stride;
-
-    explicit Noise(Input& input) {
-        const uint64_t low = input.take(4);
-        mask = uint64_t{input.take(4)} << 32 | low;
-        stride = 1 + input.take(2);
-    }
-};
-
-Buffer make_tensor(Input& input, std::size_t nbytes, uint32_t unit_nbytes, const Noise& noise) {
-    Buffer tensor(nbytes);
-    const std::size_t pattern = input.nbytes();
-    for (std::size_t i = 0; pattern > 0 && i < nbytes; ++i)
-        tensor.data()[i] = input.data()[i % pattern];
-    uint64_t state = 0x9E3779B97F4A7C15;
-    const std::size_t step = noise.stride * unit_nbytes;
-    for (std::size_t i = 0; noise.mask != 0 && i + unit_nbytes <= nbytes; i += step) {
-        const uint64_t bits = next_noise(state) & noise.mask;
-        for (uint32_t b = 0; b < unit_nbytes; ++b)
-            tensor.data()[i + b] ^= static_cast<uint8_t>(bits >> (8 * b));
-    }
-    return tensor;
-}
 
 // With an even number of threads the output is written past the cache, as large ones are.
 void decode_back(const Encoded& encoded, const Task& task, std::size_t threads, Isa isa) {

@@ -73,6 +73,7 @@ TARGETS = (
     Target("decode_tensor", "decode_tensor.cpp", "decode_tensor"),
     Target("plan", "plan.cpp", "decode_tensor"),
     Target("frames", "frames.cpp", "frame"),
+    Target("short_tensor", "short_tensor.cpp", "short_tensor"),
     Target("file_header", "file_header.cpp", "file_header"),
     Target("decode_plane", "decode_plane.cpp", "decode_plane"),
     Target("weights", "weights.cpp", "weights"),
