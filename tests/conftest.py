@@ -8,8 +8,10 @@ there. Tests that compile offline need a child process without the variable.
 import atexit
 import gc
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -18,6 +20,8 @@ from cli_samples import Ended, write_folder, write_model
 from disk_samples import write_sample
 from quick_interpreter import make_interpreter_quick
 from s3_server import Server
+
+_LEAST_MEMORY_NBYTES = 1 << 30  # containers may have 64 MB
 
 
 def pytest_collection(session: pytest.Session) -> None:
@@ -49,6 +53,18 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
         return Ended(int(code), captured.out, captured.err)
 
     return call
+
+
+@pytest.fixture
+def images_folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder for states that a disk may have after a power loss: in memory, where there is room.
+    Such a state is made of a record, opened once and removed, so a disk would only make it slow."""
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK) or shutil.disk_usage(memory).free < _LEAST_MEMORY_NBYTES:
+        yield tmp_path
+        return
+    with TemporaryDirectory(prefix="packhorse-", dir=memory) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

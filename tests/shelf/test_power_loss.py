@@ -61,10 +61,10 @@ def check(image: Image, folder: Path, number: int) -> str:
     return found
 
 
-def test_power_may_go_at_any_moment(tmp_path: Path, calls: list[Call]) -> None:
+def test_power_may_go_at_any_moment(images_folder: Path, calls: list[Call]) -> None:
     states, kinds = Counter[str](), Counter[str]()
     for number, image in enumerate(images(calls, n_random=N_RANDOM, seed=SEED)):
-        states[check(image, tmp_path / "image", number)] += 1
+        states[check(image, images_folder / "image", number)] += 1
         kinds[str(Ledger(image.marks).running)] += 1
     print(f"{len(calls)} calls, {states.total()} images, {len(states)} states: {dict(kinds)}")
     assert states.total() > 10 * N_STEPS
@@ -88,13 +88,13 @@ def test_the_record_has_all_bytes(calls: list[Call], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", ["syncs", "O_DSYNC"])
-def test_a_missing_sync_is_found(tmp_path: Path, calls: list[Call], lost: str) -> None:
+def test_a_missing_sync_is_found(images_folder: Path, calls: list[Call], lost: str) -> None:
     """On a disk that ignores some of its syncs, the same shelf is damaged or too old."""
     if lost == "syncs":
         worse = [call for call in calls if call.kind != "s" or call.durable]
     else:
         worse = [Call(**{**vars(call), "durable": call.kind == "s"}) for call in calls]
-    assert any(has_loss(image, tmp_path / "image") for image in images(worse, n_random=1))
+    assert any(has_loss(image, images_folder / "image") for image in images(worse, n_random=1))
 
 
 def has_loss(image: Image, folder: Path) -> bool:

@@ -91,9 +91,11 @@ def losses(calls: list[Call], folder: Path) -> tuple[Counter[str], int]:
     return found, n_images
 
 
-def test_lmdb_loses_nothing_when_it_syncs(library: Path, tmp_path: Path) -> None:
+def test_lmdb_loses_nothing_when_it_syncs(
+    library: Path, tmp_path: Path, images_folder: Path
+) -> None:
     calls = record_raw(library, tmp_path, 12)
-    found, n_images = losses(calls, tmp_path)
+    found, n_images = losses(calls, images_folder)
     assert not found
     assert n_images > 150
 
@@ -107,14 +109,20 @@ def test_lmdb_loses_nothing_when_it_syncs(library: Path, tmp_path: Path) -> None
     ids=["metasync", "sync"],
 )
 def test_loss_is_found_without_sync(
-    library: Path, tmp_path: Path, options: dict[str, bool], finds: set[str]
+    library: Path,
+    tmp_path: Path,
+    images_folder: Path,
+    options: dict[str, bool],
+    finds: set[str],
 ) -> None:
-    found, _ = losses(record_raw(library, tmp_path, 12, **options), tmp_path)
+    found, _ = losses(record_raw(library, tmp_path, 12, **options), images_folder)
     assert finds <= set(found), found
 
 
 @pytest.mark.parametrize("lost", ["the last sync of data", "the sync of the folder", "O_DSYNC"])
-def test_one_missing_sync_is_found(library: Path, tmp_path: Path, lost: str) -> None:
+def test_one_missing_sync_is_found(
+    library: Path, tmp_path: Path, images_folder: Path, lost: str
+) -> None:
     calls = record_raw(library, tmp_path, 6)
     if lost == "the last sync of data":
         syncs = [i for i, call in enumerate(calls) if call.kind == "s" and not call.durable]
@@ -125,7 +133,7 @@ def test_one_missing_sync_is_found(library: Path, tmp_path: Path, lost: str) -> 
         calls = [
             Call(**{**vars(call), "durable": False}) if call.kind == "w" else call for call in calls
         ]
-    assert losses(calls, tmp_path)[0]
+    assert losses(calls, images_folder)[0]
 
 
 def test_the_record_is_whole(library: Path, tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_creating_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["create", "compact"])
-def test_power_goes_after_a_kill(tmp_path: Path, what: str) -> None:
+def test_power_goes_after_a_kill(tmp_path: Path, images_folder: Path, what: str) -> None:
     """A writer is killed at each step, and the next one commits. From then on a power loss takes
     nothing, also where the first one had not flushed the names that it made."""
     library = compile_recorder(tmp_path)
@@ -132,10 +132,10 @@ def test_power_goes_after_a_kill(tmp_path: Path, what: str) -> None:
         for image in images(read_record(record, watched), n_random=0):
             if image.marks:
                 n_images += 1
-                image.disk.write_to(tmp_path / "image")
-                with Shelf(tmp_path / "image" / "a" / "data.shelf", "r") as shelf:
+                image.disk.write_to(images_folder / "image")
+                with Shelf(images_folder / "image" / "a" / "data.shelf", "r") as shelf:
                     assert shelf["y"][...].tolist() == [2], (n, image.what)
-                shutil.rmtree(tmp_path / "image")
+                shutil.rmtree(images_folder / "image")
         if was_killed == "False\n":
             break
     assert n_images > 8

@@ -60,11 +60,11 @@ def chance(seed: int) -> Callable[[int], bool]:
     ids=["nothing", "everything", "a", "b", "c"],
 )
 def test_power_may_go_at_any_moment(
-    tmp_path: Path, recorder: Recorder, survives: Callable[[int], bool]
+    images_folder: Path, recorder: Recorder, survives: Callable[[int], bool]
 ) -> None:
     assert len(recorder.ops) > 80
     for n_ops in range(len(recorder.ops) + 1):
-        folder = tmp_path / "store"
+        folder = images_folder / "store"
         folder.mkdir()
         told = recorder.replay(n_ops, survives, folder)
         sure, maybe = told[-1] if told else ({}, {})
