@@ -14,15 +14,30 @@ from safetensors.numpy import save_file
 import packhorse
 from packhorse.disk import SnapshotStore, pack_file, pack_folder
 from packhorse.errors import CorruptionError
+from packhorse.reports import build
 from packhorse.reports.build import make_findings, plan_report
 from packhorse.reports.options import Options
 from packhorse.reports.sources import find_sources
+
+WORDS = "embeddings.word_embeddings.weight"
+
+
+@pytest.fixture(autouse=True)
+def _quick_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other engines get no more of a sample than each gets at least. test_engines.py is about
+    them."""
+    monkeypatch.setattr(build, "_ENGINE_SECONDS", 0.01)
+
+
+def model_tensors() -> dict[str, np.ndarray]:
+    """A layer, and embeddings of some words: all 30,522 are nine tenths of the bytes."""
+    return {n: t[:6000] if n == WORDS else t for n, t in real_tensors(1).items()}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "model.safetensors"
-    save_file(real_tensors(1), path)
+    save_file(model_tensors(), path)
     return path
 
 
@@ -36,7 +51,7 @@ def small(path: Path, **values: float) -> Path:
 
 def test_findings_of_a_model(model: Path) -> None:
     found = make_findings([model])
-    tensors = real_tensors(1)
+    tensors = model_tensors()
     assert found.shape == "models"
     assert found.title == "model.safetensors"
     assert {row.name for row in found.tensors} == set(tensors)
@@ -61,7 +76,7 @@ def test_a_packed_file_and_a_folder_have_the_sizes_that_inspect_says(
     packed = tmp_path / "m.ph.safetensors"
     pack_file(model, packed)
     (tmp_path / "folder").mkdir()
-    save_file(real_tensors(1), tmp_path / "folder" / "model.safetensors")
+    save_file(model_tensors(), tmp_path / "folder" / "model.safetensors")
     pack_folder(tmp_path / "folder", tmp_path / "folder.ph")
     for path in (packed, tmp_path / "folder.ph"):
         found = make_findings([path])
@@ -164,7 +179,7 @@ def test_a_damaged_file_among_many_is_reported_and_the_rest_goes_on(
     damage(paths[1])
     (tmp_path / "cut.safetensors").write_bytes(model.read_bytes()[:5000])
     found = make_findings([*paths, tmp_path / "cut.safetensors", tmp_path / "missing"])
-    n_tensors = len(real_tensors(1))
+    n_tensors = len(model_tensors())
     assert [row.name for row in found.sources] == [path.name for path in paths]
     assert len(found.tensors) == 3 * n_tensors - 1
     bad, cut, missing = found.problems
@@ -177,13 +192,12 @@ def test_a_damaged_file_among_many_is_reported_and_the_rest_goes_on(
 
 
 def test_a_file_that_needs_a_base_says_so(model: Path, tmp_path: Path) -> None:
-    tensors = {name: tensor.copy() for name, tensor in real_tensors(1).items()}
-    name = "embeddings.word_embeddings.weight"
-    tensors[name].view(np.uint16)[::100] ^= 1
+    tensors = {name: tensor.copy() for name, tensor in model_tensors().items()}
+    tensors[WORDS].view(np.uint16)[::100] ^= 1
     save_file(tensors, tmp_path / "tuned.safetensors")
     pack_file(tmp_path / "tuned.safetensors", tmp_path / "d.ph.safetensors", base=model)
     found = make_findings([tmp_path / "d.ph.safetensors"])
-    problem = next(each for each in found.problems if each.tensor == name)
+    problem = next(each for each in found.problems if each.tensor == WORDS)
     assert "packed against a base" in problem.message
     assert "unpack the file" in problem.message
 
