@@ -251,29 +251,34 @@ WAYS = {
 }
 
 
+@pytest.fixture(scope="module")
+def packed_large(large):
+    """The file, packed in the usual way."""
+    packed = large.with_name("packed")
+    pack_file(large, packed)
+    return packed
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_batches_that_overlap_give_the_same_file(tmp_path, monkeypatch, large, way):
+def test_batches_that_overlap_give_the_same_file(tmp_path, monkeypatch, large, packed_large, way):
     options = dict(WAYS[way])
-    whole = tmp_path / "whole"
-    pack_file(large, whole)
     monkeypatch.setattr(batches, "AHEAD_NBYTES", options.pop("ahead", batches.AHEAD_NBYTES))
     if not options.pop("direct", True):
         monkeypatch.delattr(os, "O_DIRECT", raising=False)
     pack_file(large, tmp_path / "packed", **options)
-    assert (tmp_path / "packed").read_bytes() == whole.read_bytes()
+    assert (tmp_path / "packed").read_bytes() == packed_large.read_bytes()
     assert verify_file(tmp_path / "packed", **options) == []
     unpack_file(tmp_path / "packed", tmp_path / "back", **options)
     assert (tmp_path / "back").read_bytes() == large.read_bytes()
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_large_tensor_that_is_damaged_is_one_problem(tmp_path, large, threads):
+def test_a_large_tensor_that_is_damaged_is_one_problem(tmp_path, packed_large, threads):
     packed = tmp_path / "packed"
-    pack_file(large, packed)
-    with packhorse.open_file(packed) as file:
+    with packhorse.open_file(packed_large) as file:
         frames = [file.frame(str(i)) for i in (0, 2)]
         headers = [bytes(frame.buffer()[: frame.header.header_nbytes]) for frame in frames]
-    data = bytearray(packed.read_bytes())
+    data = bytearray(packed_large.read_bytes())
     starts = [data.index(header) for header in headers]
     # All chunks of the first tensor are good, and only the content hash is not.
     wrong = bytearray(headers[0].replace(frames[0].content_hash, bytes(16)))

@@ -12,12 +12,14 @@ import multiprocessing
 import os
 import runpy
 import sys
+import time
+from collections.abc import Sequence
 from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-__all__ = ["fork_context", "run_forked"]
+__all__ = ["fork_context", "run_forked", "run_many_forked"]
 
 # Only NumPy starts threads when it is imported: those of its algebra, which are made for forks.
 _PRELOADED = (
@@ -25,7 +27,7 @@ _PRELOADED = (
     "packhorse.wire.exchange", "packhorse.wire.embeddings", "torchrec", "packhorse.torchrec",
     "killed_writer", "shelf_workload", "snapshot_child", "dcp_ranks", "wire_ranks", "wire_jobs",
     "wire_device_jobs", "wire_exchange_jobs", "wire_fault_jobs", "wire_training", "embedding_jobs",
-    "torchrec_jobs",
+    "torchrec_jobs", "update_ranks",
 )  # fmt: skip
 
 
@@ -63,13 +65,39 @@ def run_forked(program: Path, output: Path, *words: object) -> int:
     Returns:
         The exit code.
     """
-    process = fork_context().Process(target=_run, args=(program, output, [*map(str, words)]))
-    process.start()
-    process.join(120)
-    process.kill()  # if it still runs
-    process.join()
-    assert process.exitcode is not None
-    return process.exitcode
+    (code,) = run_many_forked(program, [output], [words])
+    return code
+
+
+def run_many_forked(
+    program: Path, outputs: Sequence[Path], words: Sequence[Sequence[object]]
+) -> list[int]:
+    """The same for several processes at once, which may wait for each other.
+
+    Args:
+        program: the file.
+        outputs: gets what each process prints.
+        words: the arguments of each.
+
+    Returns:
+        The exit codes.
+    """
+    context, deadline = fork_context(), time.monotonic() + 120
+    processes = [
+        context.Process(target=_run, args=(program, output, [*map(str, some)]))
+        for output, some in zip(outputs, words, strict=True)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(max(0, deadline - time.monotonic()))
+    codes = []
+    for process in processes:
+        process.kill()  # if it still runs
+        process.join()
+        assert process.exitcode is not None
+        codes.append(process.exitcode)
+    return codes
 
 
 def _run(program: Path, output: Path, words: list[str]) -> None:

@@ -1,40 +1,24 @@
 """Updates over a process group: real ranks, trees, and ranks that die."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+import update_ranks
+from forked import run_many_forked
 
 from packhorse.wire.updates import GroupTransport
-
-RANKS = Path(__file__).parent.parent / "samples" / "update_ranks.py"
-LIMIT_S = 120
 
 
 def ranks(folder: Path, size: int, what: str) -> list[tuple[int, list[str]]]:
     """Run ranks; the exit code and the printed lines of each."""
-    started = [
-        subprocess.Popen(
-            [sys.executable, RANKS, folder, str(rank), str(size), what],
-            env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(size)
-    ]  # fmt: skip
-    ended = []
-    try:
-        for process in started:
-            out, err = process.communicate(timeout=LIMIT_S)
-            assert process.returncode in (0, 9), err
-            ended.append((process.returncode, out.splitlines()))
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    return ended
+    outputs = [folder / f"{rank}.txt" for rank in range(size)]
+    words = [(folder, rank, size, what) for rank in range(size)]
+    codes = run_many_forked(Path(update_ranks.__file__), outputs, words)
+    assert set(codes) <= {0, 9}
+    return [
+        (code, output.read_text().splitlines()) for code, output in zip(codes, outputs, strict=True)
+    ]
 
 
 def test_updates_reach_all_ranks(tmp_path: Path) -> None:
