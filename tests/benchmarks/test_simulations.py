@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from offline_kernels import KEPT_KERNELS
 
 from benchmarks.gpu import issue, kept_simulations
 from benchmarks.gpu.kept_simulations import Agreement, Kept, Row
@@ -91,10 +92,9 @@ def test_bank_conflicts_are_those_that_the_emulator_counted() -> None:
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def compiled() -> dict[str, Any]:
     script = ROOT / "tests" / "samples" / "simulate_division.py"
-    cache = str(tmp_path_factory.mktemp("triton"))
-    environment = os.environ | {"TRITON_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"TRITON_CACHE_DIR": str(KEPT_KERNELS), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=300
     )

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import triton
+from offline_kernels import KEPT_KERNELS
 
 from benchmarks.gpu.triton_sources import source_hash
 from packhorse.device import counts as model_counts
@@ -52,7 +53,7 @@ SHARED_NBYTES = {90: 227 << 10, 80: 163 << 10}  # of a program, by NVIDIA's tabl
 def counts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     path = tmp_path_factory.mktemp("sass") / "counts.json"
     command = [sys.executable, str(TOOL), "sass", "--brief", "--json", str(path)]
-    environment = os.environ | {"TRITON_CACHE_DIR": str(path.parent / "cache")}
+    environment = os.environ | {"TRITON_CACHE_DIR": str(KEPT_KERNELS)}
     subprocess.run(command, check=True, env=environment, timeout=600, capture_output=True)
     rows: list[dict[str, Any]] = json.loads(path.read_text())["counts"]
     return rows

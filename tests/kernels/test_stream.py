@@ -1,13 +1,16 @@
 """The kernels in CUDA C++: their values in the emulator of PTX, and their machine code for sm_90a.
 No GPU is needed, only NVRTC. Orders of warps and copies are in test_emulated_stream.py."""
 
+import os
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from offline_kernels import KEPT_KERNELS
 from tests.ptx.stream import errors_of, multiply
 from tests.ptx.values import to_bf16
 from weight_samples import MATRICES, model_rows
@@ -15,6 +18,7 @@ from weight_samples import MATRICES, model_rows
 from benchmarks.gpu.hazards import find_hazards, without_waits
 from benchmarks.gpu.machine_code import MachineCode, disassemble, parse_listing
 from packhorse.errors import MissingBackendError
+from packhorse.gpu.figure_cache import CACHE_VARIABLE
 from packhorse.gpu.nvrtc import compiler
 from packhorse.gpu.stream_kernels import stream_source
 from packhorse.kernels.stream_product import (
@@ -100,7 +104,8 @@ def test_shared_memory_is_read_without_conflicts(
 
 @cache
 def machine_code(config: StreamConfig, format: WeightFormat) -> MachineCode:
-    cubin = compiler().compile(stream_source(), stream_options(config, format))
+    with patch.dict(os.environ, {CACHE_VARIABLE: str(KEPT_KERNELS)}):
+        cubin = compiler().compile_once(stream_source(), stream_options(config, format))
     return parse_listing(disassemble(cubin))["multiply"]
 
 

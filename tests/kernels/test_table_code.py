@@ -56,9 +56,9 @@ Rows = np.ndarray[Any, Any]
 
 
 @pytest.fixture(scope="module")
-def offline(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def offline() -> list[Any]:
     program = PROGRAM.format(n_rows=N_ROWS, n_columns=N_COLUMNS, names=EMULATED, wide=WIDE)
-    return compile_offline(program, tmp_path_factory.mktemp("tables"))
+    return compile_offline(program)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from tests.ptx.machine import Launch, run_grid
 from tests.ptx.memory import GlobalMemory
 from tests.ptx.program import Program, parse
 from tests.ptx.values import from_bf16, to_bf16
+from tests.samples.offline_kernels import KEPT_KERNELS
 
 from packhorse.codecs import weights as codec
 from packhorse.layout import WEIGHT_FORMATS
@@ -115,7 +116,7 @@ def compile_cases(cases: list[Case], folder: Path) -> None:
     extra = [os.environ.get("PACKHORSE_TRITON"), os.environ.get("PYTHONPATH")]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(part for part in extra if part),
-        "TRITON_CACHE_DIR": str(folder / "cache"),
+        "TRITON_CACHE_DIR": str(KEPT_KERNELS),
     }
     command = [sys.executable, "-m", "tests.ptx.compile_child", str(path)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -1,4 +1,8 @@
-"""Compiles kernels for GPUs, which needs none."""
+"""Compiles kernels for GPUs, which needs none.
+
+What is compiled is kept for later runs: Triton and `Compiler.compile_once` name each kernel by a
+hash of its source and of all else that the code depends on.
+"""
 
 import json
 import os
@@ -7,19 +11,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+KEPT_KERNELS = Path(__file__).resolve().parents[2] / "build" / "test-kernels"
 
-def compile_offline(program: str, cache: Path) -> list[dict[str, Any]]:
+
+def compile_offline(program: str) -> list[dict[str, Any]]:
     """Runs a program that compiles kernels in another process, because Triton's interpreter is on
     in this one.
 
     Args:
         program: in Python; prints rows in JSON.
-        cache: an empty folder for what is compiled.
 
     Returns:
         The rows.
     """
-    environment = os.environ | {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.getcwd()}
+    environment = os.environ | {"TRITON_CACHE_DIR": str(KEPT_KERNELS), "PYTHONPATH": os.getcwd()}
     environment.pop("TRITON_INTERPRET", None)
     run = subprocess.run(
         [sys.executable, "-c", program],
