@@ -47,6 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.codecs.measure import cores
 from benchmarks.common import machine
 from benchmarks.common.process import find_compiler
+from benchmarks.common.programs import compile_once
 from benchmarks.data import sets
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -252,7 +253,7 @@ def build(
     source: Path = SOURCE,
     more: tuple[str, ...] = (),
 ) -> Path:
-    """Compile the program unless it is newer than all sources.
+    """Compile the program unless it was compiled from what the sources are now.
 
     Args:
         compiler: path of the compiler.
@@ -268,11 +269,8 @@ def build(
         subprocess.CalledProcessError: it does not compile; `stderr` says why.
     """
     headers = [*(ROOT / "csrc").rglob("*.hpp"), *(ROOT / "benchmarks" / "common").glob("*.hpp")]
-    newest = max(path.stat().st_mtime for path in (source, *headers))
-    if not program.exists() or program.stat().st_mtime < newest:
-        program.parent.mkdir(parents=True, exist_ok=True)
-        command = [compiler, optimisation, *FLAGS, *more, str(source), "-o", str(program)]
-        subprocess.run(command, check=True, capture_output=True, text=True)
+    command = [compiler, optimisation, *FLAGS, *more, str(source)]
+    compile_once(command, program, [source, *headers], ROOT)
     return program
 
 

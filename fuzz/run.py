@@ -8,7 +8,6 @@ is 1 if an input did.
 """
 
 import argparse
-import hashlib
 import os
 import re
 import shutil
@@ -19,6 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.common.programs import compile_once
 
 FUZZ = Path(__file__).resolve().parent
 ROOT = FUZZ.parent
@@ -161,33 +164,14 @@ def fuzz(target: Target, seconds: int, seed: int) -> bool:
 def build(target: Target) -> list[str] | None:
     """Compile a target unless it was compiled from what the sources are now. Returns its command,
     or None if compiling fails."""
-    program = BUILD / target.name
-    stamp = BUILD / f"{target.name}.sha256"
-    program.parent.mkdir(parents=True, exist_ok=True)
-    source = f"fuzz/{target.source}"
-    command = [COMPILER, *FLAGS, source, "-o", str(program)]
-    digest = sources_digest([COMPILER, *FLAGS], source)
-    if not program.exists() or not stamp.exists() or stamp.read_text() != digest:
-        stamp.unlink(missing_ok=True)  # a compiler that is killed leaves half a program
-        done = subprocess.run(
-            command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        if done.returncode:
-            say(f"{target.name}: it does not compile", done.stdout)
-            return None
-        stamp.write_text(digest)
+    source, program = ROOT / "fuzz" / target.source, BUILD / target.name
+    sources = [source, *source.parent.glob("*.hpp"), *(ROOT / "csrc").rglob("*.hpp")]
+    try:
+        compile_once([COMPILER, *FLAGS, f"fuzz/{target.source}"], program, sources, ROOT)
+    except subprocess.CalledProcessError as error:
+        say(f"{target.name}: it does not compile", error.stderr)
+        return None
     return [str(program)]
-
-
-def sources_digest(words: list[str], source: str) -> str:
-    """A digest of a command's words, and of all files that `source` may include. Times of files say
-    too little: a clone gives old sources new ones, and a build folder may come from elsewhere."""
-    digest = hashlib.sha256("\0".join(words).encode())
-    headers = [*(ROOT / "fuzz").glob("*.hpp"), *(ROOT / "csrc").rglob("*.hpp")]
-    for path in (ROOT / source, *sorted(headers)):
-        name, text = path.relative_to(ROOT).as_posix(), path.read_bytes()
-        digest.update(f"\0{name}\0{len(text)}\0".encode() + text)
-    return digest.hexdigest()
 
 
 def summary(log: str) -> str:

@@ -1,7 +1,6 @@
 """Rows packed by Invariant Bit Packing, gathered on the CPU by `ibp_rows.cpp` beside this file."""
 
 import ctypes
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.common.process import find_compiler
+from benchmarks.common.programs import compile_once
 from packhorse.reference.ibp import IbpFit, fit_best, row_nbytes
 
 __all__ = ["IbpRows", "find_best", "is_available"]
@@ -30,10 +30,7 @@ def is_available() -> bool:
 
 @cache
 def _library() -> ctypes.CDLL:
-    if not LIBRARY.exists() or LIBRARY.stat().st_mtime < SOURCE.stat().st_mtime:
-        LIBRARY.parent.mkdir(parents=True, exist_ok=True)
-        command = [str(find_compiler()), *FLAGS, str(SOURCE), "-o", str(LIBRARY)]
-        subprocess.run(command, check=True, capture_output=True, text=True)
+    compile_once([str(find_compiler()), *FLAGS, str(SOURCE)], LIBRARY, [SOURCE], SOURCE.parent)
     return ctypes.CDLL(str(LIBRARY))
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from offline_kernels import KEPT_PROGRAMS
 
 from benchmarks import core, entropy
 
@@ -14,12 +15,13 @@ ON_A_PLANE = {"plane-encode", "plane-decode"}
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The compiled program. Nobody times it here, so the compiler need not optimise."""
+def program() -> Path:
+    """The compiled program, kept for the next run. Nobody times it here, so the compiler need not
+    optimise."""
     compiler = core.find_compiler()
     if compiler is None:
         pytest.skip("needs a C++ compiler: g++, clang++ or what CXX names")
-    return core.build(compiler, tmp_path_factory.mktemp("core") / "core", "-O0")
+    return core.build(compiler, KEPT_PROGRAMS / "core", "-O0")
 
 
 def weights(n: int) -> np.ndarray:

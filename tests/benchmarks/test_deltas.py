@@ -6,18 +6,19 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from offline_kernels import KEPT_PROGRAMS
 
 from benchmarks import core, deltas
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The compiled program. Nobody times it here, so the compiler need not optimise."""
+def program() -> Path:
+    """The compiled program, kept for the next run. Nobody times it here, so the compiler need not
+    optimise."""
     compiler = core.find_compiler()
     if compiler is None:
         pytest.skip("needs a C++ compiler: g++, clang++ or what CXX names")
-    folder = tmp_path_factory.mktemp("deltas")
-    return core.build(compiler, folder / "deltas", "-O0", source=deltas.SOURCE)
+    return core.build(compiler, KEPT_PROGRAMS / "deltas", "-O0", source=deltas.SOURCE)
 
 
 def states(n: int, dtype: type) -> list[np.ndarray]:
@@ -28,7 +29,7 @@ def states(n: int, dtype: type) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32])
 def test_chains_are_timed_on_every_code_path(program: Path, dtype: type) -> None:
-    old, new = states(600_001, dtype)
+    old, new = states(300_001, dtype)
     packed = set()
     for isa in core.available_isas():
         found = deltas.measure(program, [old, new, old], isa, 1)

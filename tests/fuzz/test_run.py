@@ -11,17 +11,17 @@ from fuzz import run
 TARGET = run.Target("one", "one.cpp", "one")
 COMPILER = """#!{python}
 import sys
-program = sys.argv[sys.argv.index("-o") + 1]
 text = "".join(open(path).read() for path in ("fuzz/one.cpp", "csrc/a/b.hpp"))
-with open(program, "a") as file:
-    file.write(text)
-sys.exit("bad" in text)
+with open(sys.argv[sys.argv.index("-o") + 1], "w") as program, open(__file__ + ".log", "a") as log:
+    program.write(text)
+    log.write(text + " ")
+sys.exit("a bad header" if "bad" in text else 0)
 """
 
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Writes a source into a tree that has a compiler, which appends all sources to a program."""
+    """Writes a source into a tree that has a compiler, which joins all sources and keeps a log."""
 
     def write(name: str, text: str) -> None:
         path = tmp_path / name
@@ -50,25 +50,29 @@ def test_sources_decide_and_times_do_not(tmp_path: Path, write: Callable[[str, s
     assert built() == "12"
     write("csrc/a/b.hpp", "3")
     os.utime(tmp_path / "csrc/a/b.hpp", (0, 0))
-    assert built() == "1213"
+    assert built() == "13"
     write("fuzz/one.cpp", "4")
-    assert built() == "121343"
+    assert built() == "43"
+    assert (tmp_path / "compiler.log").read_text() == "12 13 43 "
 
 
 def test_other_flags_compile_again(
-    write: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, write: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert built() == "12"
+    built()
     monkeypatch.setattr(run, "FLAGS", (*run.FLAGS, "-O2"))
-    assert built() == "1212"
+    built()
+    assert (tmp_path / "compiler.log").read_text() == "12 12 "
 
 
-def test_half_a_program_is_compiled_again(
-    write: Callable[[str, str], None], capsys: pytest.CaptureFixture[str]
+def test_what_does_not_compile_is_told_and_leaves_the_old_program(
+    tmp_path: Path, write: Callable[[str, str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert built() == "12"
     write("csrc/a/b.hpp", "bad")
     assert built() is None
-    assert "one: it does not compile" in capsys.readouterr().out
+    assert capsys.readouterr().out == "one: it does not compile\na bad header\n\n"
+    assert sorted(os.listdir(tmp_path / "build")) == ["one", "one.sha256"]
     write("csrc/a/b.hpp", "2")
-    assert built() == "121bad12"
+    assert built() == "12"
+    assert (tmp_path / "compiler.log").read_text() == "12 1bad "

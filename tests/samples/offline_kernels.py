@@ -1,7 +1,7 @@
 """Compiles kernels for GPUs, which needs none.
 
 What is compiled is kept for later runs: Triton and `Compiler.compile_once` name each kernel by a
-hash of its source and of all else that the code depends on.
+hash of its source and of all else that the code depends on. Programs of benchmarks are kept, too.
 """
 
 import json
@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-KEPT_KERNELS = Path(__file__).resolve().parents[2] / "build" / "test-kernels"
+_BUILD = Path(__file__).resolve().parents[2] / "build"
+KEPT_KERNELS, KEPT_PROGRAMS = _BUILD / "test-kernels", _BUILD / "test-programs"
 
 
 def compile_offline(program: str) -> list[dict[str, Any]]:
