@@ -170,7 +170,9 @@ class Unpacker:
     def _decode_together(self, jobs: Sequence[_Job]) -> dict[int, Stored]:
         """The chunks whose frames need nothing else, by their numbers in the list: decoded in one
         call of the core. If one of them is damaged, none; then `_decode` finds out which."""
-        alone = [i for i, job in enumerate(jobs) if job.record.base == 0 and not job.record.places]
+        alone = [
+            i for i, job in enumerate(jobs) if not job.record.base and job.record.places is None
+        ]
         if len(alone) < 2:
             return {}
         numbers, frames, data = [], [], []
