@@ -1,5 +1,6 @@
 """What a caller can do wrong: one clear line each, and the shelf is as it was."""
 
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,14 +13,23 @@ from packhorse.disk import Shelf, ShelfTensor
 from packhorse.errors import ClosedError, CorruptionError
 
 
-@pytest.fixture
-def shelf(tmp_path: Path) -> Iterator[Shelf]:
-    """A shelf, which must be whole and unchanged in the end."""
-    with Shelf(tmp_path / "data.shelf", timeout=0.1) as opened:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A shelf to be copied: each commit waits for the disk."""
+    folder = tmp_path_factory.mktemp("made") / "data.shelf"
+    with Shelf(folder) as opened:
         opened["x"] = np.arange(12.0).reshape(4, 3)
         opened["scalar"] = np.float32(1)
         opened.save("state", {"w": np.ones(2)})
         opened.tag("begin")
+    return folder
+
+
+@pytest.fixture
+def shelf(tmp_path: Path, made: Path) -> Iterator[Shelf]:
+    """A shelf, which must be whole and unchanged in the end."""
+    shutil.copytree(made, tmp_path / "data.shelf")
+    with Shelf(tmp_path / "data.shelf", timeout=0.1) as opened:
         n_commits = opened.info().n_commits
         yield opened
     with Shelf(tmp_path / "data.shelf", "r") as opened:

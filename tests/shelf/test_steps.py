@@ -60,9 +60,10 @@ def test_compact_is_killed(tmp_path: Path) -> None:
 def test_compact_fails(tmp_path: Path, act: object) -> None:
     """The session goes on, and so do others that read."""
     outcomes = Counter[str]()
+    make(tmp_path / "made")
     for n in itertools.count():
         folder = tmp_path / f"{n}"
-        make(folder)
+        shutil.copytree(tmp_path / "made", folder)
         with Shelf(folder) as shelf, Shelf(folder, "r") as reader:
             INTERRUPTER.at(n, str(folder), act)
             try:

@@ -29,13 +29,20 @@ OLD = {"w": RNG.standard_normal(3000).astype(np.float32), "n": 1}
 NEW = {"model": {"w": RNG.standard_normal(5000), "b": torch.ones(70)}, "n": 2}
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    """A store of the snapshots "old" and "new", which share nothing."""
-    writer = SnapshotStore(tmp_path / "store")
+@pytest.fixture(scope="module")
+def taken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store to be copied: taking waits for the disk."""
+    folder = tmp_path_factory.mktemp("taken") / "store"
+    writer = SnapshotStore(folder)
     writer.take("old", OLD)
     writer.take("new", NEW)
-    return tmp_path / "store"
+    return folder
+
+
+@pytest.fixture
+def store(tmp_path: Path, taken: Path) -> Path:
+    """A store of the snapshots "old" and "new", which share nothing."""
+    return shutil.copytree(taken, tmp_path / "store")
 
 
 def manifest_of(store: Path, name: str) -> Path:
