@@ -230,7 +230,9 @@ class StageClock {
         SymbolCounts symbols;
         list_symbols(histogram, symbols);
         end(kCount);
-        palette_estimate(plane, n, symbols, n, spec.palette_raw_bits, choice.palette);
+        palette_estimate(
+            symbols, n, spec.palette_raw_bits, [&] { return bits_in_use(symbols); },
+            choice.palette);
         end(kPalette);
         choice.mode = Mode::kRans;
         const std::size_t nbytes = rans_estimate(symbols, n, 2, worth, choice);
@@ -242,7 +244,7 @@ class StageClock {
                       uint8_t* dst) {
         const RansModel& model = choice.models[0];
         const uint32_t lanes_log = choice.lanes_log;
-        RansEncodeTables& tables = *worker_.scratch.tables;
+        RansEncodeMemory& tables = *worker_.scratch.tables;
         fill_encode_tables(model, n, lanes_log, isa_, tables);
         end(kTables);
         uint8_t* const words_end = worker_.scratch.words + 2 * n + kPlaneSlack;

@@ -66,11 +66,12 @@ inline uint32_t sample_log_for(std::size_t n, uint32_t sample_units) {
     return log;
 }
 
-// `n_there` units of the plane are there.
-inline std::size_t palette_estimate(const uint8_t* plane, std::size_t n_there,
-                                    const SymbolCounts& symbols, std::size_t n,
-                                    uint32_t most_raw_bits, PaletteModel& model) {
-    const auto all_bits = [&] { return used_bits(plane, n_there, 0xFF); };
+// Estimates the bytes of a palette for `n` units. `all_bits` returns the bits that are set in any
+// of them.
+template <class AllBits>
+inline std::size_t palette_estimate(const SymbolCounts& symbols, std::size_t n,
+                                    uint32_t most_raw_bits, const AllBits& all_bits,
+                                    PaletteModel& model) {
     const uint64_t bits = choose_palette(symbols, most_raw_bits, all_bits, model);
     return kPaletteHeaderNbytes + 8 + bits * n / symbols.total / 8;
 }
@@ -92,6 +93,32 @@ constexpr std::size_t kGlanceUnits = 1024;
 // No stream of rANS or of a palette that is not constant is shorter than this and its entropy.
 constexpr std::size_t kLeastStreamNbytes = std::min(
     kModelOffset + (std::size_t{3} << kMinLanesLog) + model_nbytes(2), kPaletteHeaderNbytes + 8);
+
+// Chooses a palette, rANS or to store the plane, by what was counted. Returns the estimated bytes,
+// or `n` if storing is best: a coder must take less than `worth`.
+template <class AllBits>
+inline std::size_t choose_coder(const SymbolCounts& symbols, std::size_t n, uint32_t n_planes,
+                                std::size_t worth, const LevelSpec& spec, const AllBits& all_bits,
+                                PlaneChoice& choice) {
+    choice.mode = Mode::kStored;
+    std::size_t best = worth;
+    const std::size_t palette_nbytes =
+        palette_estimate(symbols, n, spec.palette_raw_bits, all_bits, choice.palette);
+    if (palette_nbytes < best) {
+        best = palette_nbytes;
+        choice.mode = Mode::kPalette;
+    }
+    if (spec.entropy) {
+        // A palette decodes several times faster, so it is preferred at about the same size.
+        const std::size_t margin = choice.mode == Mode::kPalette ? best / 64 : 0;
+        const std::size_t rans_nbytes = rans_estimate(symbols, n, n_planes, best, choice);
+        if (rans_nbytes + margin < best) {
+            best = rans_nbytes;
+            choice.mode = Mode::kRans;
+        }
+    }
+    return choice.mode == Mode::kStored ? n : best;
+}
 
 // Takes a first look at `n_there` units of a plane. Returns the estimated bytes of `n` units.
 inline std::size_t look_at_plane(const uint8_t* plane, std::size_t n_there, std::size_t n,
@@ -126,23 +153,15 @@ inline std::size_t choose_mode(const uint8_t* plane, std::size_t n_there, std::s
     histogram.sampled |= n_there < n;
     SymbolCounts symbols;
     list_symbols(histogram, symbols);
-    std::size_t best = worth;
-    const std::size_t palette_nbytes =
-        palette_estimate(plane, n_there, symbols, n, spec.palette_raw_bits, choice.palette);
-    if (palette_nbytes < best) {
-        best = palette_nbytes;
-        choice.mode = Mode::kPalette;
-    }
-    if (spec.entropy) {
-        // A palette decodes several times faster, so it is preferred at about the same size.
-        const std::size_t margin = choice.mode == Mode::kPalette ? best / 64 : 0;
-        const std::size_t rans_nbytes = rans_estimate(symbols, n, n_planes, best, choice);
-        if (rans_nbytes + margin < best) {
-            best = rans_nbytes;
-            choice.mode = Mode::kRans;
-        }
-    }
-    return choice.mode == Mode::kStored ? n : best;
+    // A palette that only drops bits needs those of all units, and to read them takes up to a
+    // twentieth of a call. The bits of a sample are at most these. So if rANS beats a palette of
+    // those, all units need not be read.
+    const std::size_t best = choose_coder(
+        symbols, n, n_planes, worth, spec, [&] { return bits_in_use(symbols); }, choice);
+    if (choice.mode != Mode::kPalette || choice.palette.code_bits > 0 || !symbols.sampled)
+        return best;
+    return choose_coder(
+        symbols, n, n_planes, worth, spec, [&] { return used_bits(plane, n_there, 0xFF); }, choice);
 }
 
 // Chooses the model of one class: narrow, or with as many codes as fit registers. A class without

@@ -26,7 +26,7 @@ struct EncodeScratch {
     uint8_t* sorted[2];           // chunk units each: planes 0 and 1 in the order by class
     uint8_t* units;               // the chunk itself, if it is not split
     ClassStarts starts[2];
-    RansEncodeTables* tables;
+    RansEncodeMemory* tables;
     PlaneChoice choices[kMaxPlanes];
     const uint8_t* next_src = nullptr;  // units that this worker will probably encode next
     const uint8_t* after = nullptr;     // the same, once the tensor is done

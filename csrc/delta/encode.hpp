@@ -387,7 +387,7 @@ class DeltaChunkEncoder {
     // Writes the stream, of fewer than `capacity` bytes. Returns 0 if it would be longer. `words`
     // has room for two bytes for each unit, `escapes` for one.
     std::size_t encode(const uint8_t* src, const uint8_t* base, Level level, uint8_t* words_end,
-                       uint8_t* escapes_end, RansEncodeTables& tables, uint8_t* dst,
+                       uint8_t* escapes_end, RansEncodeMemory& tables, uint8_t* dst,
                        std::size_t capacity) {
         sort(src, base);
         const std::size_t raw_at = choose_models(level);
@@ -468,7 +468,7 @@ class DeltaChunkEncoder {
         return at;
     }
 
-    RansEncoded encode_tokens(uint8_t* words_end, uint8_t* escapes_end, RansEncodeTables& tables) {
+    RansEncoded encode_tokens(uint8_t* words_end, uint8_t* escapes_end, RansEncodeMemory& tables) {
         RansEncoded encoded;
         encoded.words = words_end;
         encoded.escapes = escapes_end;
@@ -546,7 +546,7 @@ inline void take_in_base(const Base& base, std::size_t first, std::size_t n, uin
 inline bool encode_delta(const uint8_t* src, const uint8_t* base, std::size_t n,
                          uint32_t unit_nbytes, bool is_float, std::size_t plain_nbytes, Level level,
                          DeltaScratch& scratch, uint8_t* words, uint8_t* escapes,
-                         RansEncodeTables& tables, uint8_t* dst, std::size_t& nbytes, Isa isa) {
+                         RansEncodeMemory& tables, uint8_t* dst, std::size_t& nbytes, Isa isa) {
     nbytes = 0;
     DeltaRule rule;
     const std::size_t estimate =

@@ -49,7 +49,7 @@ class MatchMemory {
         parts.distances = reinterpret_cast<uint32_t*>(take(n_matches * sizeof *parts.distances));
         parts.runs = take(run_bytes);
         parts.lengths = take(run_bytes);
-        nested.tables = reinterpret_cast<RansEncodeTables*>(take(sizeof *nested.tables));
+        nested.tables = reinterpret_cast<RansEncodeMemory*>(take(sizeof *nested.tables));
         nested.escapes = take(units);
         nested.words = take(2 * units + kPlaneSlack);
         nested.units = take(units);

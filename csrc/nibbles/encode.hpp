@@ -42,13 +42,13 @@ class NibbleMemory {
     explicit NibbleMemory(std::size_t n) {
         const std::size_t bytes = round_up(n, 64) + kPlaneSlack;
         memory_ = Scratch(7 * bytes + kPlaneSlack + round_up(sizeof *tables, 64));
-        tables = reinterpret_cast<RansEncodeTables*>(memory_.get());
+        tables = reinterpret_cast<RansEncodeMemory*>(memory_.get());
         units = memory_.get() + round_up(sizeof *tables, 64);
         escapes_end = units + 3 * bytes;
         words_end = escapes_end + 4 * bytes + kPlaneSlack;
     }
 
-    RansEncodeTables* tables;
+    RansEncodeMemory* tables;
     uint8_t* units;
     uint8_t* escapes_end;  // behind a byte for each half
     uint8_t* words_end;    // behind a word for each half

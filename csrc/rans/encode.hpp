@@ -17,6 +17,7 @@
 
 #include "common/dispatch.hpp"
 #include "rans/codes_avx2.hpp"
+#include "rans/divisors_avx2.hpp"
 #include "rans/encode_avx2.hpp"
 #include "rans/encode_avx512.hpp"
 #include "rans/encode_halves_avx512.hpp"
@@ -42,8 +43,17 @@ struct alignas(64) RansEncodeTables {
     uint16_t slots[kProbSum + 3];  // position -> slot; loads take up to eight bytes
     RansVectorTables vectors;      // for 128 lanes
     SpreadMap spread;              // for AVX-512 and NEON, if there is one
-#if PACKHORSE_ARM
-    SpreadBytes spread_bytes;  // the same
+#if PACKHORSE_X86
+    const PairDivisors* pairs;  // for AVX2; may be null
+#elif PACKHORSE_ARM
+    SpreadBytes spread_bytes;  // the same as `spread`
+#endif
+};
+
+// Tables that are filled for one stream after another.
+struct RansEncodeMemory : RansEncodeTables {
+#if PACKHORSE_X86
+    PairDivisors pair_memory;
 #endif
 };
 
@@ -88,6 +98,9 @@ inline void fill_map(const RansModel& model, const AliasTables& alias, RansEncod
 inline void fill_encode_tables(const RansModel& model, RansEncodeTables& tables) {
     AliasTables alias;
     tables.spread.found = false;
+#if PACKHORSE_X86
+    tables.pairs = nullptr;
+#endif
     if (model.n_buckets() > 0) {
         build_alias(model, alias);
         fill_map(model, alias, tables);
@@ -97,10 +110,19 @@ inline void fill_encode_tables(const RansModel& model, RansEncodeTables& tables)
     fill_scalar_tables(model, tables);
 }
 
+#if PACKHORSE_X86
+// Fills the pairs of divisors, which are made from the vector tables, if a path uses them.
+inline void fill_pairs(const RansModel& model, std::size_t n, Isa isa, RansEncodeMemory& tables) {
+    if (isa < Isa::kAvx2 || isa >= Isa::kAvx512 || !pairs_pay(model.n_codes, n)) return;
+    fill_pair_divisors(tables.vectors, model.n_codes, tables.pair_memory);
+    tables.pairs = &tables.pair_memory;
+}
+#endif
+
 // Fills only the tables that `n` units in 2^lanes_log lanes need on one path: for small chunks that
 // takes as long as encoding.
 inline void fill_encode_tables(const RansModel& model, std::size_t n, uint32_t lanes_log, Isa isa,
-                               RansEncodeTables& tables) {
+                               RansEncodeMemory& tables) {
     const bool has_rounds = has_wide_loop(isa) && lanes_log == kMaxLanesLog && n >= kMaxLanes;
     const bool has_rest = !has_rounds || n % kMaxLanes != 0;
     AliasTables alias;
@@ -114,6 +136,10 @@ inline void fill_encode_tables(const RansModel& model, std::size_t n, uint32_t l
     uint16_t* const slots = tables.slots;
     vectorised(isa, [=]() PACKHORSE_VECTORISED { fill_slot_table(*of, *parts, slots); });
     if (has_rounds && !mapped) fill_vector_tables(model, tables.slots, tables.vectors);
+#if PACKHORSE_X86
+    tables.pairs = nullptr;
+    if (has_rounds) fill_pairs(model, n, isa, tables);
+#endif
     if (has_rest) fill_scalar_tables(model, tables);
 }
 
@@ -314,9 +340,13 @@ PACKHORSE_AVX2 inline uint8_t* encode_rounds_avx2(const uint8_t* codes, std::siz
                                                   uint32_t lanes_log,
                                                   const RansEncodeTables& tables, uint32_t* states,
                                                   uint8_t* words, Ahead& ahead) {
-    if (lanes_log == kMaxLanesLog)
-        return encode_rounds_wide_avx2(codes, n_rounds, tables.vectors, states, words, ahead);
-    return encode_rounds(codes, n_rounds, lanes_log, tables, states, words);
+    if (lanes_log != kMaxLanesLog)
+        return encode_rounds(codes, n_rounds, lanes_log, tables, states, words);
+    if (tables.pairs == nullptr)
+        return encode_rounds_wide_avx2(CodeDivisorsAvx2(tables.vectors, codes, n_rounds), n_rounds,
+                                       tables.vectors.slots, states, words, ahead);
+    return encode_rounds_wide_avx2(PairDivisorsAvx2(*tables.pairs, codes, n_rounds), n_rounds,
+                                   tables.vectors.slots, states, words, ahead);
 }
 
 // Encodes rounds of 128 lanes.
@@ -336,7 +366,7 @@ inline uint8_t* encode_rounds_avx512_any(const uint8_t* codes, std::size_t n_rou
             return encode_rounds_wide_avx512<true>(codes, n_rounds, tables.vectors, states, words,
                                                    ahead);
         default:
-            return encode_rounds_wide_avx2(codes, n_rounds, tables.vectors, states, words, ahead);
+            return encode_rounds_avx2(codes, n_rounds, kMaxLanesLog, tables, states, words, ahead);
     }
 }
 
@@ -367,8 +397,6 @@ inline uint8_t* encode_full_rounds(const uint8_t* codes, std::size_t n_rounds,
     (void)model;
     return encode_rounds_portable(codes, n_rounds, lanes_log, tables, states, words, ahead);
 }
-
-constexpr std::size_t kSegmentUnits = 4096;  // codes of a segment stay in L1
 
 // The output of rans_encode(): words and escapes, both written downwards, and the last states.
 struct RansEncoded {

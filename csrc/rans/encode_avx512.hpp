@@ -194,6 +194,21 @@ PACKHORSE_AVX512 PACKHORSE_INLINE __m512i divide_avx512(EncodeLanesAvx512& lanes
     return _mm512_slli_epi32(quotient, kProbBits);
 }
 
+// The slots of two lanes, joined without a vector unit.
+PACKHORSE_AVX512 PACKHORSE_INLINE long long load_two_slots(const uint16_t* slots,
+                                                           const uint32_t* position) {
+    uint64_t both = uint64_t{slots[static_cast<uint16_t>(position[1])]} << 32 |
+                    slots[static_cast<uint16_t>(position[0])];
+    keep_in_register(both);
+    return static_cast<long long>(both);
+}
+
+PACKHORSE_AVX512 PACKHORSE_INLINE __m128i load_four_slots(const uint16_t* slots,
+                                                          const uint32_t* position) {
+    return _mm_insert_epi64(_mm_cvtsi64_si128(load_two_slots(slots, position)),
+                            load_two_slots(slots, position + 2), 1);
+}
+
 PACKHORSE_AVX512 PACKHORSE_INLINE void finish_avx512(EncodeLanesAvx512& lanes,
                                                      const uint16_t* slots, __m512i upper) {
     const __m256i low = _mm256_setr_m128i(load_four_slots(slots, lanes.position),

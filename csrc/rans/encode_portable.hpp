@@ -16,13 +16,18 @@
 
 namespace packhorse {
 
+constexpr std::size_t kSegmentUnits = 4096;  // codes of a segment stay in L1
+
 struct alignas(64) RansVectorTables {
     // By code: freq (bits 0-15), 2 * start (16-31), and the bits of a float, about 2 / freq, or for
     // NEON an integer, about 2^32 / freq.
     uint64_t divisors[256];
-    // By 2 * start + remainder: the lower part of the next state. Loads take four bytes.
-    uint16_t slots[2 * kProbSum + 2];
+    // By 2 * start + remainder: the lower part of the next state. Loads take up to eight bytes, and
+    // may begin four bytes early, in the divisors. Behind the slots is a zero.
+    uint16_t slots[2 * kProbSum + 4];
 };
+
+constexpr uint32_t kZeroSlotAt = 2 * kProbSum;
 
 // A float that is exactly 2 / freq for freq 1 and 2, else at most 2 / freq * (1 - 2^-22).
 //
@@ -60,6 +65,7 @@ inline void fill_vector_tables(const RansModel& model, const uint16_t* slots,
             dst[freq + rank] = static_cast<uint16_t>(kProbSum + dst[rank]);
         start += freq;
     }
+    tables.slots[kZeroSlotAt] = 0;
 }
 
 #if PACKHORSE_X86

@@ -31,7 +31,7 @@ class EncodeWorker {
         const std::size_t planes = splits ? geometry.spec.n_planes * units : 0;
         const std::size_t output =
             owns_output ? round_up(geometry.largest_units() * geometry.spec.unit_nbytes, 64) : 0;
-        const std::size_t tables = round_up(sizeof(RansEncodeTables), 64);
+        const std::size_t tables = round_up(sizeof(RansEncodeMemory), 64);
         const uint32_t unit_nbytes = geometry.spec.unit_nbytes;
         memory_ = Scratch(planes + (one_byte ? 3 * units : 0) + (classes ? 4 * units : 0) +
                           (copies ? units : 0) + tables + output +
@@ -40,7 +40,7 @@ class EncodeWorker {
         for (uint32_t p = 0; p < kMaxPlanes; ++p) scratch.planes[p] = nullptr;
         for (uint32_t p = 0; splits && p < geometry.spec.n_planes; ++p, at += units)
             scratch.planes[p] = at;
-        scratch.tables = reinterpret_cast<RansEncodeTables*>(at);
+        scratch.tables = reinterpret_cast<RansEncodeMemory*>(at);
         at += tables;
         this->output = at;
         at += output;

@@ -245,6 +245,27 @@ def test_alphabets_with_gaps_above_raw_bits(reach: int, raw_bits: int) -> None:
     assert n_coded >= 2, "most planes here should pay"
 
 
+@pytest.mark.parametrize("n_values", [2, 24, 31, 32, 33, 63, 64, 65])
+def test_paths_agree_with_and_without_pairs_of_codes(n_values: int) -> None:
+    """From eight units for each pair of codes on, AVX2 has a table of pairs."""
+    rng = np.random.default_rng(n_values)
+    even = rng.dirichlet(np.ones(n_values))
+    skewed = np.where(np.arange(n_values) == n_values // 2, 5000.0, 1.0) / (n_values + 4999)
+    for n in sorted({max(8192, 8 * n_values**2 + more) for more in (-1, 0, 5000)}):
+        for chances in (even, skewed):
+            plane = (100 + rng.choice(n_values, n, p=chances)).astype(np.uint8).tobytes()
+            streams = set()
+            for isa in ISAS:
+                with forced(isa):
+                    streams.add(encode_plane(guarded(plane), Mode.RANS))
+            assert len(streams) == 1, "the paths' bytes differ"
+            stream = streams.pop()
+            assert stream is not None
+            for isa in ISAS:
+                with forced(isa):
+                    assert decode_plane(guarded(stream), Mode.RANS, n).tobytes() == plane
+
+
 # Frequencies of these planes reach from 1 to 4095 of 4096, and rare values become escapes.
 @pytest.mark.parametrize("n_values", [2, 3, 20, 31, 40])
 @pytest.mark.parametrize("n", [1024, 1039, 4096, 8191])
