@@ -159,3 +159,17 @@ def test_a_failing_disk_is_reported_with_the_destination(tmp_path, monkeypatch, 
         write_all_pieces(tmp_path / "out")
     assert caught.value.filename == str(tmp_path / "out")
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no hints")
+def test_the_disk_begins_before_all_pieces_are_in_the_cache(tmp_path, monkeypatch):
+    """Whether the pieces come in one call or in many."""
+    piece, n_pieces, hints = b"x" * 500_000, 40, []
+    monkeypatch.setattr(os, "posix_fadvise", lambda *args: hints.append(args[1] + args[2]))
+    for n_calls in (1, n_pieces):
+        hints.clear()
+        with atomic_file(tmp_path / f"{n_calls}") as file:
+            for _ in range(n_calls):
+                file.write_all([piece] * (n_pieces // n_calls))
+        assert len(hints) == n_pieces * len(piece) >> 22
+        assert hints[0] < 5 << 20

@@ -38,13 +38,13 @@ __all__ = ["PLACING_NBYTES", "OutputFile", "naming_output", "placed"]
 # Room that `placed` may need in addition. It is a multiple of the blocks and pages of usual disks
 # and file systems; where it is not, the system refuses, and the bytes go through the cache.
 PLACING_NBYTES = 1 << 12
-# Bytes per system call; few enough for a quick reaction to Ctrl-C while a huge tensor is written.
+# Bytes per direct call; few enough for a quick reaction to Ctrl-C while a huge tensor is written.
 _WRITE_NBYTES = 1 << 24
 # Pieces per system call; POSIX allows 16 at least, Linux and macOS 1024.
 _N_PIECES = 1024 if hasattr(os, "posix_fadvise") else 16
 # A shorter piece goes through the cache: a call that waits for the disk costs as much as a copy.
 _DIRECT_NBYTES = 1 << 20
-# The system is told to write when so many bytes are new.
+# The system is told to write when so many bytes are new. A call through the cache takes no more.
 _NEW_NBYTES = 1 << 22
 _CACHED_NBYTES = 1 << 26
 _NOT_DIRECT = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EFAULT)
@@ -220,14 +220,14 @@ def naming_output(destination: Path | str) -> Iterator[None]:
 
 
 def _groups(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """Lists of views that one system call can write."""
+    """Lists of views that one system call writes, so short that the disk does not wait for work."""
     group: list[memoryview] = []
-    room = _WRITE_NBYTES
+    room = _NEW_NBYTES
     for view in views:
         while view.nbytes:
             if not room or len(group) == _N_PIECES:
                 yield group
-                group, room = [], _WRITE_NBYTES
+                group, room = [], _NEW_NBYTES
             group.append(view[:room])
             view = view[room:]
             room -= group[-1].nbytes
