@@ -1,10 +1,11 @@
 // The divisors of eight lanes with AVX2: their frequencies, places in the table of slots, and
 // reciprocals.
 //
-// A loop that encodes does hardly anything but load, so it matters how many loads these take. Two
-// neighbouring lanes have codes four bytes apart. Their two codes are made one number, which leads
-// to an entry for both; and the numbers of eight lanes are loaded at once. Against loading a code
-// and its divisor for each lane, that is 5 loads instead of 16.
+// A loop that encodes does hardly anything but load, so it matters how many loads these take.
+// Neighbouring lanes have codes four bytes apart. So codes are put in the order of lanes first, and
+// those of eight lanes are loaded at once. If there are few enough, each two of them are made one
+// number, which leads to an entry for both: then eight lanes take 5 loads, otherwise 9. A code and
+// a divisor for each lane would be 16.
 #pragma once
 
 #include "common/dispatch.hpp"
@@ -15,7 +16,6 @@ namespace packhorse {
 #if PACKHORSE_X86
 
 constexpr uint32_t kMaxPairedCodes = 64;
-constexpr uint32_t kPairNbytes = 16;  // of an entry
 // Making an entry takes as long as it saves in about three units.
 constexpr std::size_t kUnitsOfPair = 8;
 
@@ -48,31 +48,50 @@ struct DivisorsAvx2 {
     __m256 reciprocal;
 };
 
-// Loads the divisors of each lane by themselves, for any number of codes.
+// Loads the divisors of each lane by themselves, for any number of codes. There are at most
+// kSegmentUnits codes.
 class CodeDivisorsAvx2 {
   public:
     PACKHORSE_AVX2 CodeDivisorsAvx2(const RansVectorTables& tables, const uint8_t* codes,
-                                    std::size_t)
-        : divisors_(tables.divisors), codes_(codes) {}
+                                    std::size_t n_rounds)
+        : divisors_(tables.divisors) {
+        const __m256i quarters = _mm256_broadcastsi128_si256(
+            _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+        const __m256i halves = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+        for (std::size_t i = 0; i < 4 * n_rounds; ++i) {
+            const __m256i bytes =
+                _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + 32 * i));
+            _mm256_store_si256(
+                reinterpret_cast<__m256i*>(codes_) + i,
+                _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(bytes, quarters), halves));
+        }
+    }
 
     // Loads those of lanes 8 * group to 8 * group + 7 of a quarter of a round.
     PACKHORSE_AVX2 PACKHORSE_INLINE DivisorsAvx2 load(std::size_t round, std::size_t quarter,
                                                       std::size_t group) const {
-        const uint8_t* const at = codes_ + kMaxLanes * round + 32 * group + quarter;
-        const __m256 even = _mm256_setr_m128(load_divisor_pair(divisors_, at[0], at[4]),
-                                             load_divisor_pair(divisors_, at[16], at[20]));
-        const __m256 odd = _mm256_setr_m128(load_divisor_pair(divisors_, at[8], at[12]),
-                                            load_divisor_pair(divisors_, at[24], at[28]));
+        const uint64_t eight = codes_[16 * round + 4 * group + quarter];
+        auto first = static_cast<uint32_t>(eight), last = static_cast<uint32_t>(eight >> 32);
+        keep_in_register(first);
+        keep_in_register(last);
+        const __m256 even = _mm256_setr_m128(pair(first), pair(last));
+        const __m256 odd = _mm256_setr_m128(pair(first >> 16), pair(last >> 16));
         return {_mm256_castps_si256(_mm256_shuffle_ps(even, odd, 0x88)),
                 _mm256_shuffle_ps(even, odd, 0xDD)};
     }
 
   private:
+    // The divisors of the two lower codes.
+    PACKHORSE_AVX2 PACKHORSE_INLINE __m128 pair(uint32_t codes) const {
+        return load_divisor_pair(divisors_, static_cast<uint8_t>(codes),
+                                 static_cast<uint8_t>(codes >> 8));
+    }
+
     const uint64_t* divisors_;
-    const uint8_t* codes_;
+    alignas(32) uint64_t codes_[kSegmentUnits / 8];  // those of eight lanes, by group and quarter
 };
 
-// Does the same with one load for two lanes. There are at most kSegmentUnits codes.
+// Does the same with one load for two lanes.
 class PairDivisorsAvx2 {
   public:
     PACKHORSE_AVX2 PairDivisorsAvx2(const PairDivisors& pairs, const uint8_t* codes,
