@@ -26,7 +26,7 @@ CHILD = """
 import json, sys
 from packhorse.disk import SnapshotStore
 from snapshot_child import make_state
-store = SnapshotStore("s3://bucket/killed", storage_options=json.loads(sys.argv[1]))
+store = SnapshotStore("s3://snapshots/killed", storage_options=json.loads(sys.argv[1]))
 for seed in range(10**6):
     store.take(f"s{seed}", make_state(seed))
     print(seed, flush=True)
@@ -35,20 +35,20 @@ for seed in range(10**6):
 
 @pytest.fixture(scope="module")
 def options() -> Iterator[dict[str, Any]]:
-    """A server with an empty bucket."""
+    """A server with an empty bucket of its own: servers of moto in one process share buckets."""
     server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
     url = f"http://{host}:{port}"
-    urllib.request.urlopen(urllib.request.Request(f"{url}/bucket", method="PUT"))
+    urllib.request.urlopen(urllib.request.Request(f"{url}/snapshots", method="PUT"))
     yield {"key": "x", "secret": "y", "endpoint_url": url}
     server.stop()
 
 
 def test_a_run_in_s3(options: dict[str, Any]) -> None:
     run, taken = Run(), {}
-    store = SnapshotStore("s3://bucket/run/1", storage_options=options)
-    reader = SnapshotStore("s3://bucket/run/1", storage_options=options)
+    store = SnapshotStore("s3://snapshots/run/1", storage_options=options)
+    reader = SnapshotStore("s3://snapshots/run/1", storage_options=options)
     assert store.names() == []
     for i in range(4):
         store.take(f"a/{i}", run.step().state())
@@ -63,7 +63,7 @@ def test_a_run_in_s3(options: dict[str, Any]) -> None:
 
 
 def test_two_writers_never_both_begin(options: dict[str, Any]) -> None:
-    stores = [SnapshotStore("s3://bucket/two", storage_options=options) for _ in range(2)]
+    stores = [SnapshotStore("s3://snapshots/two", storage_options=options) for _ in range(2)]
     stores[0].take("first", {})
     refused = []
 
@@ -87,7 +87,7 @@ def test_two_writers_never_both_begin(options: dict[str, Any]) -> None:
 def test_a_killed_writer_and_a_reader_at_work(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reader = SnapshotStore("s3://bucket/killed", storage_options=options)
+    reader = SnapshotStore("s3://snapshots/killed", storage_options=options)
     path = [entry for entry in sys.path if entry]
     code = f"import sys; sys.path[:0] = {path!r}\n{CHILD}"
     with subprocess.Popen(
@@ -102,7 +102,7 @@ def test_a_killed_writer_and_a_reader_at_work(
         child.send_signal(signal.SIGKILL)
         told = [int(line) for line in child.stdout.read().split()]
     monkeypatch.setattr(lock, "void_after_s", 0.0)  # as if the lease had ended
-    writer = SnapshotStore("s3://bucket/killed", storage_options=options)
+    writer = SnapshotStore("s3://snapshots/killed", storage_options=options)
     writer.take("next", make_state(7))
     names = writer.names()
     assert {f"s{seed}" for seed in told} <= set(names)
@@ -116,21 +116,25 @@ def test_objects_that_stand_for_folders_and_empty_ones(options: dict[str, Any]) 
     import s3fs
 
     fs = s3fs.S3FileSystem(**options, skip_instance_cache=True)
-    fs.call_s3("put_object", Bucket="bucket", Key="marked/", Body=b"")
-    store = SnapshotStore("s3://bucket/marked/", storage_options=options)
+    fs.call_s3("put_object", Bucket="snapshots", Key="marked/", Body=b"")
+    store = SnapshotStore("s3://snapshots/marked/", storage_options=options)
     assert store.names() == []
     store.take("a", make_state(1))
     store.take("b", make_state(2))
     for folder in ("packs/", "snapshots/", "snapshots/a/"):
-        fs.call_s3("put_object", Bucket="bucket", Key=f"marked/{folder}", Body=b"")
-    (manifest,) = (path for path in fs.find("bucket/marked/snapshots/a") if path.endswith(".json"))
+        fs.call_s3("put_object", Bucket="snapshots", Key=f"marked/{folder}", Body=b"")
+    (manifest,) = (
+        path for path in fs.find("snapshots/marked/snapshots/a") if path.endswith(".json")
+    )
     fs.pipe_file(manifest, b"")
-    again = SnapshotStore("s3://bucket/marked", storage_options=options)
+    again = SnapshotStore("s3://snapshots/marked", storage_options=options)
     assert again.names() == ["a", "b"]
     assert_same(again.restore("b"), make_state(2))
-    with pytest.raises(CorruptionError, match=r"^snapshot 'a': s3://bucket/marked/snapshots/a/.*"):
+    with pytest.raises(
+        CorruptionError, match=r"^snapshot 'a': s3://snapshots/marked/snapshots/a/.*"
+    ):
         again.restore("a")
     again.take("c", make_state(3))
     assert [problem.snapshot for problem in again.verify()] == ["a"]
-    fs.pipe_file("bucket/marked/writer.lock", b"")  # nobody's
-    SnapshotStore("s3://bucket/marked", storage_options=options).take("d", {})
+    fs.pipe_file("snapshots/marked/writer.lock", b"")  # nobody's
+    SnapshotStore("s3://snapshots/marked", storage_options=options).take("d", {})
