@@ -301,7 +301,12 @@ TARGETS: tuple[Target, ...] = (
         ("fp8_e4m3", "fp8_block", "fp8_e5m2"),
         (Denser("zipnn"), *_faster("zipnn", 2.0, 2.0)),
     ),
-    Target("fp4 in pairs", ("mxfp4_blocks", "nf4"), (Denser("zipnn"), Denser("zstandard-3"))),
+    Target("fp4 in pairs", ("mxfp4_blocks",), (Denser("zipnn"), Denser("zstandard-3"))),
+    Target(
+        "pairs of 4-bit numbers",
+        ("nf4", "gptq_int4"),
+        (Denser("zstandard-3"), Denser("pcodec-12"), *_faster("zstandard-1", 1.25, 1.25)),
+    ),
     Target("random bytes", ("random_u8",), (MinimumRatio(0.9999), *_faster(COPY, 0.9, 0.9))),
     Target("zeros", ("zeros_bf16",), _faster(COPY, 1.0, 1.0)),
     Target(
