@@ -229,3 +229,35 @@ def test_running_as_a_module(tmp_path: Path, model: Path):
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert (tmp_path / "model.ph.safetensors").exists()
+
+
+# Names that Python does not have on Windows, as far as Linux can do without them.
+WITHOUT = """
+import mmap, os, select, signal, sys
+for module, names in (
+    (os, "fork forkpty fchmod chown lchown posix_fadvise posix_fallocate preadv pwritev RWF_NOWAIT "
+         "O_DIRECT O_NONBLOCK sched_getaffinity register_at_fork sysconf"),
+    (signal, "SIGHUP SIGPIPE SIGCHLD SIGALRM pthread_sigmask"),
+    (mmap, "MAP_PRIVATE MAP_ANONYMOUS MAP_SHARED"),
+):
+    for name in names.split():
+        if hasattr(module, name):
+            delattr(module, name)
+from packhorse.cli.start import main
+sys.exit(main())
+"""
+
+
+def test_the_command_does_without_what_windows_lacks(tmp_path: Path, model: Path):
+    packed, back = tmp_path / "p.ph.safetensors", tmp_path / "back.safetensors"
+
+    def run(*args: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", WITHOUT, *map(str, args)]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    model.chmod(0o640)
+    for args in (("pack", model, "-o", packed), ("verify", packed), ("unpack", packed, "-o", back)):
+        done = run(*args)
+        assert done.returncode == 0, done.stderr
+    assert back.read_bytes() == model.read_bytes()
+    assert run("verify", tmp_path / "absent.ph.safetensors").returncode == 3

@@ -62,6 +62,7 @@ an output exists; 3 the system refused (missing file, permissions, full disk, me
 package is missing; 5 a fault of Packhorse itself; 128 + n ended by signal n.
 """
 
+_SIGPIPE = getattr(signal, "SIGPIPE", 13)  # its number where it exists; Windows has none
 _HALF_WAY = "finished output was kept, unfinished output was removed"
 
 _app = typer.Typer(
@@ -112,7 +113,7 @@ def run(args: list[str] | None) -> int:
             except Stopped as stopped:
                 return _stopped_late(outcome, stopped.number, json)
     except OutputClosed:
-        return _die_by(signal.SIGPIPE)
+        return _die_by(_SIGPIPE)
 
 
 def _ended(words: list[str], outcome: Outcome, json: bool) -> int:
@@ -172,9 +173,9 @@ def _die_by(number: int) -> int:
     """End the process by a signal, as other programs do, without waiting for a pipe's reader.
 
     SIGPIPE gets its default effect only here. Earlier it would also end the program when a server
-    closes a connection.
+    closes a connection. Windows ends no process by a signal.
     """
-    if threading.current_thread() is threading.main_thread():
+    if sys.platform != "win32" and threading.current_thread() is threading.main_thread():
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
     return 128 + number

@@ -2,7 +2,7 @@
 
 When memory runs out, Python raises an error, but some libraries written in C (OpenBLAS, which comes
 with NumPy, and PyTorch) print a message and end the process. So if memory is limited, a child
-process tries the import first.
+process tries the import first. Windows, which cannot fork one, is not asked.
 """
 
 import mmap
@@ -11,10 +11,11 @@ import signal
 from importlib import import_module
 from typing import NoReturn
 
+from packhorse.cli.signals import ENDING
+
 __all__ = ["has_memory_for"]
 
 _MARGIN_NBYTES = 1 << 24  # must be left after the import: no verb can work with less
-_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 def has_memory_for(module: str, nbytes: int) -> bool:
@@ -30,7 +31,7 @@ def has_memory_for(module: str, nbytes: int) -> bool:
         caller's own import will raise again. If memory is limited, any other error means that
         memory ran out.
     """
-    if _is_there(nbytes):
+    if not hasattr(os, "fork") or _is_there(nbytes):
         return True
     try:
         child = os.fork()
@@ -44,7 +45,7 @@ def has_memory_for(module: str, nbytes: int) -> bool:
 def _is_there(nbytes: int) -> bool:
     """Whether this much address space is available; it is released immediately."""
     try:
-        mmap.mmap(-1, nbytes, flags=_PRIVATE).close()
+        mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     except (OSError, MemoryError):
         return False
     return True
@@ -53,7 +54,7 @@ def _is_there(nbytes: int) -> bool:
 def _import_silently(module: str) -> NoReturn:
     """Import a module and end the process: with 1 if that failed or little memory is left."""
     try:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in ENDING:
             signal.signal(number, signal.SIG_DFL)
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in (1, 2):

@@ -13,7 +13,9 @@ from typing import NoReturn
 
 __all__ = ["ENDING", "stop_start"]
 
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Windows has no SIGHUP, and another signal for Ctrl-Break.
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK")
+ENDING = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
 
 
 def stop_start(number: int, frame: FrameType | None) -> NoReturn:

@@ -105,7 +105,7 @@ def atomic_file(
         try:
             output = OutputFile(descriptor, destination, will_sync=True)
             yield output
-            if like is not None:
+            if like is not None and hasattr(os, "fchmod"):  # not on Windows before Python 3.13
                 os.fchmod(descriptor, stat.S_IMODE(like.st_mode) & 0o777)
             output.sync()
         finally:
