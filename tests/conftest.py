@@ -9,6 +9,7 @@ import atexit
 import gc
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,6 +21,10 @@ from cli_samples import Ended, write_folder, write_model
 from disk_samples import write_sample
 from quick_interpreter import make_interpreter_quick
 from s3_server import Server
+
+# A shell lets jobs in its background ignore Ctrl-C, and so would all processes that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _LEAST_MEMORY_NBYTES = 1 << 30  # containers may have 64 MB
 
