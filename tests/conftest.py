@@ -22,7 +22,7 @@ from disk_samples import write_sample
 from quick_interpreter import make_interpreter_quick
 from s3_server import Server
 
-# A shell lets jobs in its background ignore Ctrl-C, and so would all processes that tests interrupt.
+# A shell lets jobs in its background ignore Ctrl-C; so would all processes that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
