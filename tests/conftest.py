@@ -13,6 +13,7 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -100,6 +101,23 @@ def sample(tmp_path: Path) -> tuple[Path, Path]:
     write_sample(source, metadata={"format": "np"})
     pack_file(source, packed)
     return source, packed
+
+
+@pytest.fixture
+def decoded_together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tensors each call of the core has decoded, for calls that take many."""
+    from packhorse import _core
+
+    found: list[int] = []
+    real = _core.unpack_to_views
+
+    def counted(frames: Any, dsts: Any, threads: int) -> Any:
+        result = real(frames, dsts, threads)
+        found.append(len(frames) - len(result[3]))
+        return result
+
+    monkeypatch.setattr(_core, "unpack_to_views", counted)
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -220,6 +220,16 @@ def test_coders_round_trip_on_every_path(mode: Mode, n_values: int) -> None:
     assert n_coded >= 2, "most planes here should pay"
 
 
+def stream_of_all_paths(plane: bytes) -> bytes | None:
+    """The stream of a plane by rANS, which all code paths write alike; None if it does not pay."""
+    streams = set()
+    for isa in ISAS:
+        with forced(isa):
+            streams.add(encode_plane(guarded(plane), Mode.RANS))
+    assert len(streams) == 1, "the paths' bytes differ"
+    return streams.pop()
+
+
 @pytest.mark.parametrize("raw_bits", range(5))
 @pytest.mark.parametrize("reach", [9, 16, 17, 50, 256])
 def test_alphabets_with_gaps_above_raw_bits(reach: int, raw_bits: int) -> None:
@@ -232,12 +242,7 @@ def test_alphabets_with_gaps_above_raw_bits(reach: int, raw_bits: int) -> None:
         found[rng.integers(0, n, 3)] = rng.integers(0, reach, 3)
         symbol = found + rng.integers(0, (256 >> raw_bits) - reach + 1)
         plane = (symbol << raw_bits | rng.integers(0, 1 << raw_bits, n)).astype(np.uint8).tobytes()
-        streams = set()
-        for isa in ISAS:
-            with forced(isa):
-                streams.add(encode_plane(guarded(plane), Mode.RANS))
-        assert len(streams) == 1, "the paths' bytes differ"
-        stream = streams.pop()
+        stream = stream_of_all_paths(plane)
         if stream is None:
             continue
         n_coded += 1
@@ -254,12 +259,7 @@ def test_paths_agree_with_and_without_pairs_of_codes(n_values: int) -> None:
     for n in sorted({max(8192, 8 * n_values**2 + more) for more in (-1, 0, 5000)}):
         for chances in (even, skewed):
             plane = (100 + rng.choice(n_values, n, p=chances)).astype(np.uint8).tobytes()
-            streams = set()
-            for isa in ISAS:
-                with forced(isa):
-                    streams.add(encode_plane(guarded(plane), Mode.RANS))
-            assert len(streams) == 1, "the paths' bytes differ"
-            stream = streams.pop()
+            stream = stream_of_all_paths(plane)
             assert stream is not None
             for isa in ISAS:
                 with forced(isa):

@@ -12,27 +12,12 @@ from dcp_ranks import digest, failing
 from dcp_samples import blank, load, load_box, pack_file, patch, save, shards_of, weights
 
 from packhorse import _core
-from packhorse._core import OpenFrame, Views
+from packhorse._core import OpenFrame
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is ")
 
 N = 40
 NORMS = {f"norm{i:02}": weights(96, seed=i).bfloat16() for i in range(N)}
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tensors each call of the core has decoded, for calls that take many."""
-    found: list[int] = []
-    real = _core.unpack_to_views
-
-    def counted(frames: Sequence[OpenFrame], dsts: Views, threads: int) -> Any:
-        result = real(frames, dsts, threads)
-        found.append(len(frames) - len(result[3]))
-        return result
-
-    monkeypatch.setattr(_core, "unpack_to_views", counted)
-    return found
 
 
 @pytest.fixture
@@ -52,7 +37,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("where", ["path", "memory://"])
 def test_whole_tensors_are_decoded_together(
-    tmp_path: Path, where: str, threads: int, calls: list[int], alone: list[int]
+    tmp_path: Path, where: str, threads: int, decoded_together: list[int], alone: list[int]
 ) -> None:
     url = str(tmp_path) if where == "path" else f"memory://{tmp_path.name}{threads}"
     state = NORMS | {"long": weights(300, 500), "scalar": torch.tensor(2.5), "ids": weights(0)}
@@ -61,15 +46,17 @@ def test_whole_tensors_are_decoded_together(
     versions = [tensor._version for tensor in found.values()]
     reader = load(found, url, threads=threads)
     assert digest(found) == digest(state)
-    assert (sum(calls), alone) == (N + 2, [])  # all but the empty one
-    assert len(calls) <= 2  # for the values, of which there are none, and for the tensors
+    assert (sum(decoded_together), alone) == (N + 2, [])  # all but the empty one
+    assert (
+        len(decoded_together) <= 2
+    )  # for the values, of which there are none, and for the tensors
     assert reader.stats.n_chunks == N + 4
     changed = [tensor._version > old for tensor, old in zip(found.values(), versions, strict=True)]
     assert changed == [tensor.numel() > 0 for tensor in state.values()]
 
 
 def test_tensors_that_are_copied_are_decoded_together_too(
-    tmp_path: Path, calls: list[int], alone: list[int]
+    tmp_path: Path, decoded_together: list[int], alone: list[int]
 ) -> None:
     """Tensors with strides, and of another dtype than the stored one."""
     state = {name: weights(30, 40, seed=i) for i, name in enumerate("abcdef")}
@@ -78,22 +65,22 @@ def test_tensors_that_are_copied_are_decoded_together_too(
     found |= {name: torch.zeros(30, 40, dtype=torch.float64) for name in "def"}
     load(found, tmp_path)
     assert all(torch.equal(found[name], state[name].to(found[name].dtype)) for name in state)
-    assert (sum(calls), alone) == (6, [])
+    assert (sum(decoded_together), alone) == (6, [])
 
 
 def test_batches_are_calls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: list[int]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decoded_together: list[int]
 ) -> None:
     save(NORMS, tmp_path)
     monkeypatch.setattr("packhorse.threads._BATCH_NBYTES", 10 * 192)
     found = blank(NORMS)
     load(found, tmp_path)
     assert digest(found) == digest(NORMS)
-    assert [n for n in calls if n] == [10] * 4
+    assert [n for n in decoded_together if n] == [10] * 4
 
 
 def test_memory_that_the_core_does_not_know_is_written_alone(
-    tmp_path: Path, calls: list[int], alone: list[int]
+    tmp_path: Path, decoded_together: list[int], alone: list[int]
 ) -> None:
     """Complex tensors, which might be conjugated, among others."""
     state = {"a": torch.complex(weights(5, 5), weights(5, 5, seed=1)), "b": weights(60)}
@@ -101,7 +88,7 @@ def test_memory_that_the_core_does_not_know_is_written_alone(
     found = blank(state)
     load(found, tmp_path)
     assert digest(found) == digest(state)
-    assert (sum(calls), alone) == (1, [200])
+    assert (sum(decoded_together), alone) == (1, [200])
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -138,7 +125,9 @@ def test_the_first_of_the_damaged_headers_is_named(tmp_path: Path) -> None:
     assert f"{pack_file(tmp_path)}: tensor 'norm05': byte " in texts[0]
 
 
-def test_deltas_mixed_with_plain_frames(tmp_path: Path, calls: list[int], alone: list[int]) -> None:
+def test_deltas_mixed_with_plain_frames(
+    tmp_path: Path, decoded_together: list[int], alone: list[int]
+) -> None:
     """Some tensors are deltas, some unchanged and some new; a copy has a master that is read, too,
     and one that is not."""
 
@@ -162,19 +151,19 @@ def test_deltas_mixed_with_plain_frames(tmp_path: Path, calls: list[int], alone:
         for names in (list(frames), [name for name in frames if name != "m1"]):
             wanted = {name: state(2)[name] for name in names}
             found = blank(wanted)
-            calls.clear()
+            decoded_together.clear()
             alone.clear()
             load(found, tmp_path / "2", threads=threads)
             assert digest(found) == digest(wanted)
-            assert sum(calls) == len([name for name in names if name in plain])
+            assert sum(decoded_together) == len([name for name in names if name in plain])
 
 
-def test_a_load_of_rows_decodes_only_them(tmp_path: Path, calls: list[int]) -> None:
+def test_a_load_of_rows_decodes_only_them(tmp_path: Path, decoded_together: list[int]) -> None:
     """A shard of which a rank wants a part is decoded by itself."""
     save({"w": weights(100, 100)}, tmp_path)
     found, _ = load_box(tmp_path, (10, 0), (5, 100))
     assert torch.equal(found, weights(100, 100)[10:15])
-    assert sum(calls) == 0
+    assert sum(decoded_together) == 0
     whole, _ = load_box(tmp_path, (0, 0), (100, 100))
     assert torch.equal(whole, weights(100, 100))
-    assert sum(calls) == 1
+    assert sum(decoded_together) == 1
