@@ -137,6 +137,7 @@ class ShelfView(Exports):
         Raises:
             KeyError: there is nothing of this name.
             TypeError: it is a tensor.
+            CompatibilityError: the framework lacks the dtype of a tensor; the message names that.
             CorruptionError: a chunk is damaged; the message names it.
         """
         target = self._framework if framework is None else resolve_framework(framework)
