@@ -41,6 +41,7 @@ inline std::unique_ptr<CodeTable> make_code_table(const RansModel& model) {
     if (model.n_buckets() > 0) {
         build_alias(model, decoder.alias);
         fill_bucket_entries(model, decoder.alias, decoder.buckets);
+        fill_bucket_bounds(model.n_buckets(), decoder.buckets, decoder.bounds);
         fill_bucket_parts(model, decoder.alias, decoder.buckets, decoder.parts);
         if (model.n_buckets() == kWideBuckets)
             fill_bucket_halves(decoder.alias, decoder.buckets, decoder.halves);

@@ -8,7 +8,9 @@
 // - AVX2, at most 32 codes: they are looked up by byte shuffles (rans/decode_parts_avx2.hpp);
 // - others, 128 lanes: one load a lane from a table of 4096 entries (16 KiB, in L1), with AVX-512,
 // AVX2 or the baseline (rans/decode_avx512.hpp, rans/decode_avx2.hpp, rans/decode_portable.hpp);
-// - fewer lanes: the same table, one lane at a time; with AVX-512, 16 lanes at once.
+// - 16 lanes at once, with AVX-512, from the alias tables or that table
+// (rans/decode_short_avx512.hpp), and with AVX2 from that table (rans/decode_avx2.hpp);
+// - else the same table, one lane at a time.
 //
 // Vector loops read whole registers of words. Near the end of the stream they run on a zero-padded
 // copy of its last bytes, so that nothing beyond the stream is read. There they check after a round
@@ -23,6 +25,7 @@
 #include "rans/decode_parts_avx2.hpp"
 #include "rans/decode_parts_avx512.hpp"
 #include "rans/decode_portable.hpp"
+#include "rans/decode_short_avx512.hpp"
 #include "rans/decoder.hpp"
 
 namespace packhorse {
@@ -139,11 +142,11 @@ inline void decode_rounds(RansDecoder& decoder, std::size_t n_rounds, uint8_t* d
         return decode_rounds_vbmi2_any(decoder, n_rounds, dst, ahead);
     if (isa >= Isa::kAvx512 && wide) return decode_rounds_avx512_any(decoder, n_rounds, dst, ahead);
     if (isa >= Isa::kAvx512 && decoder.lanes_log == kShortLanesLog)
-        return decode_rounds_short_avx512(decoder.states, decoder.table(), n_rounds, decoder.words,
-                                          dst);
-    if (isa >= Isa::kAvx2)
-        return wide ? decode_rounds_avx2(decoder, n_rounds, dst, ahead)
-                    : decode_rounds_scalar_avx2(decoder, n_rounds, dst);
+        return decode_rounds_short_avx512_any(decoder, n_rounds, dst);
+    if (isa >= Isa::kAvx2 && wide) return decode_rounds_avx2(decoder, n_rounds, dst, ahead);
+    if (isa >= Isa::kAvx2 && decoder.lanes_log == kShortLanesLog)
+        return decode_rounds_short_avx2(decoder, n_rounds, dst);
+    if (isa >= Isa::kAvx2) return decode_rounds_scalar_avx2(decoder, n_rounds, dst);
 #elif PACKHORSE_ARM
     if (isa >= Isa::kNeon && decoder.lanes_log == kMaxLanesLog)
         return decode_rounds_neon_any(decoder, n_rounds, dst, ahead);

@@ -1,6 +1,6 @@
 // Decodes rounds of 128 lanes with AVX-512 if the alphabet is too large for registers
-// (docs/format.md, 6.4), and rounds of 16 lanes. A register holds 16 lanes, whose entries are
-// loaded one by one. Slots are stored as soon as they are known.
+// (docs/format.md, 6.4). A register holds 16 lanes, whose entries are loaded one by one. Slots are
+// stored as soon as they are known.
 #pragma once
 
 #include "common/dispatch.hpp"
@@ -96,37 +96,6 @@ PACKHORSE_AVX512 inline void decode_rounds_large_avx512(uint32_t* states, const 
     }
     std::memcpy(states, lanes.state, sizeof lanes.state);
     shared_ahead = ahead;
-    words_at = words;
-}
-
-// Decodes rounds of 16 lanes, which short streams have, in one register. The caller knows that
-// there are 16 words for each round, and one register of words more.
-PACKHORSE_AVX512 inline void decode_rounds_short_avx512(uint32_t* states, const uint32_t* table,
-                                                        std::size_t n_rounds,
-                                                        const uint8_t*& words_at, uint8_t* dst) {
-    const __m512i slot_mask = _mm512_set1_epi32(kProbSum - 1);
-    const __m512i lower_bound = _mm512_set1_epi32(kStateLowerBound);
-    const __m128i order = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    __m512i state = _mm512_loadu_si512(states);
-    const uint8_t* words = words_at;
-    for (std::size_t r = 0; r < n_rounds; ++r, dst += 16) {
-        const __m512i entry = _mm512_i32gather_epi32(_mm512_and_si512(state, slot_mask), table, 4);
-        const __m512i fresh =
-            _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(words)));
-        const __m512i rank = _mm512_and_si512(
-            _mm512_add_epi32(state, _mm512_srli_epi32(entry, kProbBits)), slot_mask);
-        const __m512i next =
-            _mm512_add_epi32(_mm512_mullo_epi32(_mm512_and_si512(entry, slot_mask),
-                                                _mm512_srli_epi32(state, kProbBits)),
-                             rank);
-        const __mmask16 need = _mm512_cmplt_epu32_mask(next, lower_bound);
-        state = _mm512_or_si512(_mm512_mask_slli_epi32(next, need, next, 16),
-                                _mm512_maskz_expand_epi32(need, fresh));
-        words += 2 * static_cast<std::size_t>(__builtin_popcount(need));
-        const __m128i units = _mm512_cvtepi32_epi8(_mm512_srli_epi32(entry, 24));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(dst), _mm_shuffle_epi8(units, order));
-    }
-    _mm512_storeu_si512(states, state);
     words_at = words;
 }
 

@@ -24,6 +24,7 @@ struct alignas(64) RansDecoder {
     uint32_t states[kMaxLanes];
     uint32_t table_memory[kProbSum + 2 * kTableMargin];
     BucketEntries buckets;
+    BucketBounds bounds;  // for 16 lanes and AVX-512
     BucketHalves halves;  // of 64 buckets, for AVX-512 without VBMI2
     BucketParts parts;    // for AVX-512 with VBMI2
     PairTables pairs;     // of 32 buckets, for AVX2
@@ -83,9 +84,10 @@ inline Status read_rans_body(const uint8_t* src, std::size_t nbytes, std::size_t
 
 // Whether a code path of x86-64 finds entries in the buckets rather than in a table of 4096.
 inline bool looks_up_buckets(const RansDecoder& decoder, Isa isa) {
-    if (decoder.lanes_log != kMaxLanesLog) return false;
-    if (isa >= Isa::kAvx512) return decoder.model.n_buckets() > 0;
-    return isa >= Isa::kAvx2 && decoder.model.n_buckets() == kNarrowBuckets;
+    const bool wide = decoder.lanes_log == kMaxLanesLog;
+    if (isa >= Isa::kAvx512 && (wide || decoder.lanes_log == kShortLanesLog))
+        return decoder.model.n_buckets() > 0;
+    return isa >= Isa::kAvx2 && wide && decoder.model.n_buckets() == kNarrowBuckets;
 }
 
 // Builds the tables of `decoder.model` that `isa` needs.
@@ -94,7 +96,9 @@ inline void build_rans_tables(RansDecoder& decoder, Isa isa) {
     if (n_buckets > 0) build_alias(decoder.model, decoder.alias);
     if (looks_up_buckets(decoder, isa)) {
         fill_bucket_entries(decoder.model, decoder.alias, decoder.buckets);
-        if (isa >= Isa::kAvx512Vbmi2)
+        if (decoder.lanes_log == kShortLanesLog)
+            fill_bucket_bounds(n_buckets, decoder.buckets, decoder.bounds);
+        else if (isa >= Isa::kAvx512Vbmi2)
             fill_bucket_parts(decoder.model, decoder.alias, decoder.buckets, decoder.parts);
         else if (n_buckets == kWideBuckets)
             fill_bucket_halves(decoder.alias, decoder.buckets, decoder.halves);

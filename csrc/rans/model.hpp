@@ -408,6 +408,31 @@ inline void fill_bucket_entries(const RansModel& model, const AliasTables& table
     });
 }
 
+// For both parts of each bucket, the largest state after which a lane needs a word.
+struct BucketBounds {
+    uint32_t first[kWideBuckets];
+    uint32_t second[kWideBuckets];
+};
+
+// A step makes freq * (x >> 12) + rank of state x, and x + rank - slot is 2^12 * (x >> 12) + rank.
+// The greatest such sum that makes a state below 2^16 has the quotient and the remainder of
+// (2^16 - 1) / freq in these two places.
+inline uint32_t largest_that_needs(uint32_t entry) {
+    const uint32_t freq = entry & (kProbSum - 1), bias = entry >> kProbBits & (kProbSum - 1);
+    if (freq == 0) return 0;  // an empty part
+    const uint32_t most = kStateLowerBound - 1;
+    const uint32_t slot_minus_rank = bias > 0 ? kProbSum - bias : 0;
+    return (most / freq << kProbBits | most % freq) + slot_minus_rank;
+}
+
+inline void fill_bucket_bounds(uint32_t n_buckets, const BucketEntries& entries,
+                               BucketBounds& bounds) {
+    for (uint32_t b = 0; b < n_buckets; ++b) {
+        bounds.first[b] = largest_that_needs(entries.first[b]);
+        bounds.second[b] = largest_that_needs(entries.second[b]);
+    }
+}
+
 // The tables of 64 buckets, with their numbers cut into halves of 16 bits.
 struct BucketHalves {
     alignas(64) uint16_t threshold[kWideBuckets];
