@@ -29,7 +29,7 @@ TIME ?= 60
 # Minutes for the soak: make soak MINUTES=60 ARGS="--seed 7 --parts kills forks"
 MINUTES ?= 10
 
-.PHONY: help venv demo test test-lmcache test-vllm lint format docs docs-serve bench compat data training rl-trace study sanitize fuzz soak tsan compile arm arm-test cross wheel clean
+.PHONY: help venv demo test test-lmcache test-vllm lint format docs docs-serve bench compat data training rl-trace study sanitize fuzz soak tsan compile arm arm-test windows cross wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -108,26 +108,40 @@ tsan: build/tsan/threads ## run many threads through the core under ThreadSaniti
 compile: build/tsan/threads ## compile ahead what `make tsan` and `make fuzz` run
 	@"$(PYTHON)" fuzz/run.py --build --jobs 1
 
-# What the fuzz targets and the thread test claim, on another architecture than this machine's, for the seeds and what `make fuzz` found here.
-# Needs a cross compiler and an emulator (Debian: g++-aarch64-linux-gnu qemu-user-static). CI runs the first three targets. With sanitizers:
-# make arm ARM_FLAGS="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all" ASAN_OPTIONS=detect_leaks=0
-ARM_TARGETS ?= round_trip decode_plane decode_tensor weights bounded tables plan frames short_tensor file_header threads
-ARM_FLAGS ?= -O2 -static
-ARM := aarch64-linux-gnu-g++ -std=c++20 -Icsrc $(ARM_FLAGS) -ffp-contract=off -Wall -Wextra -Werror -Wno-uninitialized -Wno-maybe-uninitialized -pthread
-ON_ARM := qemu-aarch64-static -L /usr/aarch64-linux-gnu
-arm: .venv/.test ## compile the core for 64-bit ARM, and run the seeds of the fuzz targets there by emulation
-	@rm -rf build/arm/seeds && mkdir -p build/arm
-	@$(PY) fuzz/make_corpus.py build/arm/seeds
-	@for target in $(ARM_TARGETS); do \
+# Compiles programs of fuzz/ and runs each fuzz target on its seeds and on what `make fuzz` found here: folder, compiler, emulator, targets.
+define run_seeds
+	@rm -rf build/$(1)/seeds && mkdir -p build/$(1)
+	@$(PY) fuzz/make_corpus.py build/$(1)/seeds
+	@for target in $(4); do \
 		echo -n "$$target: "; \
+		program=build/$(1)/$$target.exe; \
 		case $$target in \
-			threads) $(ARM) fuzz/threads.cpp -o build/arm/threads; $(ON_ARM) build/arm/threads 10;; \
-			*) $(ARM) fuzz/$$target.cpp fuzz/standalone.cpp -o build/arm/$$target; \
+			threads) $(2) fuzz/threads.cpp -o $$program; $(3) $$program 10;; \
+			pages) $(2) fuzz/pages.cpp -o $$program; $(3) $$program build/$(1)/pages.bin;; \
+			*) $(2) fuzz/$$target.cpp fuzz/standalone.cpp -o $$program; \
 				case $$target in plan) seeds=decode_tensor;; frames) seeds=frame;; *) seeds=$$target;; esac; \
-				{ find build/arm/seeds/$$seeds -type f; find {,build/}fuzz/corpus/$$target -type f 2> /dev/null || true; } \
-					| xargs $(ON_ARM) build/arm/$$target;; \
+				{ find build/$(1)/seeds/$$seeds -type f; find {,build/}fuzz/corpus/$$target -type f 2> /dev/null || true; } \
+					| xargs $(3) $$program;; \
 		esac; \
 	done
+endef
+SEED_TARGETS := round_trip decode_plane decode_tensor weights bounded tables plan frames short_tensor file_header pages
+SEED_FLAGS := -std=c++20 -Icsrc -ffp-contract=off -Wall -Wextra -Werror -Wno-uninitialized -Wno-maybe-uninitialized -pthread
+
+# What the fuzz targets and the thread test claim, on another architecture than this machine's.
+# Needs a cross compiler and an emulator (Debian: g++-aarch64-linux-gnu qemu-user-static). CI runs three targets. With sanitizers:
+# make arm ARM_FLAGS="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all" ASAN_OPTIONS=detect_leaks=0
+ARM_TARGETS ?= $(SEED_TARGETS) threads
+ARM_FLAGS ?= -O2 -static
+arm: .venv/.test ## compile the core for 64-bit ARM, and run the seeds of the fuzz targets there by emulation
+	$(call run_seeds,arm,aarch64-linux-gnu-g++ $(SEED_FLAGS) $(ARM_FLAGS),qemu-aarch64-static -L /usr/aarch64-linux-gnu,$(ARM_TARGETS))
+
+# The same for Windows, on all paths that this machine has. Needs a cross compiler and Wine (Debian: g++-mingw-w64-x86-64-posix wine wine64).
+WINDOWS_TARGETS ?= $(SEED_TARGETS)
+windows: export WINEPREFIX := $(CURDIR)/build/windows/wine
+windows: export WINEDEBUG := -all
+windows: .venv/.test ## compile the core for Windows, and run the seeds of the fuzz targets there with Wine
+	$(call run_seeds,windows,x86_64-w64-mingw32-g++-posix $(SEED_FLAGS) -O2 -static,wine,$(WINDOWS_TARGETS))
 
 arm-test: .venv/.python ## build a wheel for 64-bit ARM by cross-compilation, and run tests on it by emulation (half an hour)
 	@.ci/arm $(ARGS)
@@ -137,7 +151,7 @@ arm-test: .venv/.python ## build a wheel for 64-bit ARM by cross-compilation, an
 CROSS := aarch64-macos x86_64-macos x86_64-windows-gnu
 cross: .venv-cross/.ziglang ## compile the core for macOS and Windows
 	@mkdir -p build/cross
-	@cd csrc && find . -name '*.hpp' -not -path './bind/*' -not -path ./bounded/loops.hpp -not -name '*_windows.hpp' \
+	@cd csrc && find . -name '*.hpp' -not -path './bind/*' -not -path ./bounded/loops.hpp -not -name '*windows.hpp' \
 		| sort | sed 's|^./\(.*\)|#include "\1"|' > ../build/cross/headers.cpp
 	@for target in $(CROSS); do for source in build/cross/headers.cpp benchmarks/codecs/core.cpp; do \
 		echo "$$target: $$source"; \

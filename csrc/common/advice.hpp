@@ -2,38 +2,36 @@
 // The pages of mapped files are brought into memory before they are used. A page that is missing
 // when a worker meets it makes the worker wait, and the system guesses from such faults what to
 // read next: badly, if several workers and a sampler meet pages in different places.
+// Windows has a twin in common/advice_windows.hpp.
 #pragma once
+
+#if defined(_WIN32)
+#include "common/advice_windows.hpp"
+#else
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
 
-#if !defined(_WIN32)
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <unistd.h>
-#endif
-
 namespace packhorse {
 
 // Starts to read the pages of a range, and does not wait for them. Memory that is no mapping of a
 // file is left as it is.
 inline void will_need(const uint8_t* data, std::size_t nbytes) {
-#if defined(_WIN32)
-    (void)data;  // the system reads a mapped file ahead by its own rules
-    (void)nbytes;
-#else
     static const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
     const auto start = reinterpret_cast<uintptr_t>(data) & ~(page - 1);
     const auto stop = reinterpret_cast<uintptr_t>(data) + nbytes;
     posix_madvise(reinterpret_cast<void*>(start), stop - start, POSIX_MADV_WILLNEED);
-#endif
 }
 
 // Reads the missing pages of a range from front to back, waits for them, and maps all pages. If a
-// page is lost, it is left as it is: whoever uses it meets the fault. Linux before 5.14 starts to
-// read, and does not wait; other systems do nothing.
+// page is lost, it is left as it is: whoever uses it meets the fault. Linux before 5.14 and other
+// systems start to read, and do not wait.
 inline void read_now(const uint8_t* data, std::size_t nbytes) {
 #if defined(__linux__)
     constexpr int kPopulateRead = 22;  // MADV_POPULATE_READ, which older headers do not have
@@ -44,8 +42,7 @@ inline void read_now(const uint8_t* data, std::size_t nbytes) {
         errno == EINVAL)
         will_need(data, nbytes);
 #else
-    (void)data;
-    (void)nbytes;
+    will_need(data, nbytes);
 #endif
 }
 
@@ -81,17 +78,17 @@ inline std::size_t count_mappings() {
 // then the page is in the cache. The middle of the range stands for all of it. (A page that was
 // only read counts as used.)
 inline bool is_used(const uint8_t* data, std::size_t nbytes) {
-#if defined(__linux__)
+#if defined(__APPLE__)
+    char is_there = 0;
+#else
+    unsigned char is_there = 0;
+#endif
     static const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
     const uintptr_t middle = reinterpret_cast<uintptr_t>(data) + nbytes / 2;
-    unsigned char is_there = 0;
     return mincore(reinterpret_cast<void*>(middle & ~(page - 1)), page, &is_there) == 0 &&
            (is_there & 1) != 0;
-#else
-    (void)data;
-    (void)nbytes;
-    return false;
-#endif
 }
 
 }  // namespace packhorse
+
+#endif

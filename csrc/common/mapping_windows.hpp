@@ -3,10 +3,9 @@
 // that ends the process; `Loss` stays false.
 #pragma once
 
-#define WIN32_LEAN_AND_MEAN
-#define NOMINMAX
+#include "common/windows.hpp"
+// It needs the types of the header above.
 #include <io.h>
-#include <windows.h>
 
 #include <atomic>
 #include <cerrno>
