@@ -108,3 +108,24 @@ def test_what_repeats_is_matched() -> None:
 def test_floats_have_exponents_instead() -> None:
     halves = PAIRS.reshape(-1)
     assert plan_buffer(halves, "F8_E4M3", halves.shape).whole == Mode.STORED
+
+
+def test_pieces_that_are_not_quite_alike_do_not_speak_for_others() -> None:
+    """The three pieces that are looked at first take about what planes do; the rest repeats."""
+    n, piece = 1 << 20, (1 << 17) // 8
+    units = np.tile(RNG.integers(0, 1 << 16, 1000), n // 1000 + 1)[:n]
+    for third, values in enumerate((40_000, 50_000, 1 << 16)):
+        middle = (2 * third + 1) * n // 6
+        around = slice(middle - piece, middle + piece)
+        units[around] = RNG.integers(0, values, 2 * piece)
+    assert plan_buffer(units, "I64", units.shape).whole == Mode.MATCHES
+
+
+def test_trials_that_save_nothing_leave_the_nibbles() -> None:
+    """A word in 8 is one of a thousand: a glance sees repeats, and trials see that they do not
+    pay."""
+    weights = {"w": RNG.standard_normal((4096, 1536), np.float32)}
+    words = next(iter(int4_words(weights).values())).reshape(-1).copy()
+    words[::8] = RNG.choice(words[:1000], words[::8].size)
+    plan = plan_buffer(words, "I32", words.shape)
+    assert plan.whole == Mode.NIBBLES

@@ -37,6 +37,7 @@ _LEAST_PIECE_NBYTES = 1 << 16  # of a short tensor, a trial takes less than its 
 _MAX_PIECES = 3
 _MORE_PIECES = 4  # of integers, if three take about what planes do, ...
 _ABOUT = 1 / 8  # ... more or less this share
+_ALIKE = 1 / 256  # three pieces whose sizes differ by less tell that the others do, too
 _PIECE_PART = 32  # a piece is at most this part of a tensor, ...
 # ... and a long one, which only says how good matches are, this part, but no shorter than others
 _LONG_PIECE_PART = 48
@@ -141,19 +142,27 @@ def choose_plan(source: Source, level: Level, *, with_side: bool = True) -> Plan
         geometry, streams = short
         return plan_of_streams(geometry, level, streams)
     n_samples = min(_MAX_SAMPLES, 1 + nbytes // _SAMPLE_EVERY_NBYTES)
+    look = None
+    if Split.FLOAT not in dtype.splits:
+        look = _core.estimate_nibbles(data, dtype.unit_nbytes, level, 1)
+        if look[1] >= nbytes * _NOISE:  # then planes take about as much
+            nibbles = _nibbles_plan(source, level, look, look[1], n_samples)
+            if nibbles is not None:
+                return _plan_of_whole(source, level, look[1], nibbles.estimated_nbytes) or nibbles
     estimates, is_odd = _core.estimate_planes(data, geometry, level, n_samples)
     planes_nbytes = sum([nbytes for _, nbytes in estimates])
     if _core.needs_no_plan(data, dtype.code, shape, level):  # then the core does not ask for one
         return Plan(geometry, level, planes_nbytes, tuple(estimates))
-    nibbles = _nibbles_plan(source, level, planes_nbytes, n_samples)
+    nibbles = None
+    if look is not None and planes_nbytes >= nbytes * _NIBBLES_TAKE:
+        nibbles = _nibbles_plan(source, level, look, planes_nbytes, n_samples)
     best_nbytes = planes_nbytes if nibbles is None else nibbles.estimated_nbytes
     if all([mode == Mode.CONSTANT for mode, _ in estimates]):  # a chunk takes one row and no time
         geometry = cut(dtype, split, nbytes, CLASSED_CHUNK_NBYTES)
-    elif _may_repeat(source, level, estimates, is_odd):
-        whole_nbytes, coder = _estimate_whole(source, level, best_nbytes)
-        if whole_nbytes < best_nbytes * (1 - _WHOLE_MUST_SAVE):
-            geometry = cut(dtype, Split.WHOLE, nbytes, ZSTD_CHUNK_NBYTES)
-            return Plan(geometry, level, whole_nbytes, whole=coder)
+    elif not _is_noise(source, estimates, is_odd):
+        whole = _plan_of_whole(source, level, planes_nbytes, best_nbytes)
+        if whole is not None:
+            return whole
     if nibbles is not None:
         return nibbles
     if planes_nbytes > nbytes * (1 - _MIN_SAVING):
@@ -182,47 +191,65 @@ def plan_of_streams(geometry: Geometry, level: Level, streams: Sequence[tuple[in
     return Plan(geometry, level, nbytes, tuple(streams))
 
 
-def _nibbles_plan(source: Source, level: Level, planes_nbytes: int, n_samples: int) -> Plan | None:
+def _nibbles_plan(
+    source: Source, level: Level, look: tuple[int, int], planes_nbytes: int, n_samples: int
+) -> Plan | None:
     """The plan that codes bytes as pairs of numbers of four bits, as quantised weights are stored;
-    None if that does not pay, or if the dtype has exponents."""
-    data, dtype = source.data, source.dtype
-    if Split.FLOAT in dtype.splits or planes_nbytes < data.size * _NIBBLES_TAKE:
-        return None
+    None if that does not pay. `look` is the estimate from one sample."""
+    data = source.data
     most = data.size * (1 - _NIBBLES_MUST_SAVE[level])
-    nbytes, _ = _core.estimate_nibbles(data, dtype.unit_nbytes, level, 1)
-    if nbytes >= (most + data.size) / 2:  # a first look, which is enough for noise
+    nbytes, alike_nbytes = look
+    if nbytes >= (most + data.size) / 2:  # the look is enough for noise
         return None
-    nbytes, alike_nbytes = _core.estimate_nibbles(data, dtype.unit_nbytes, level, n_samples)
+    if n_samples > 1:
+        unit_nbytes = source.dtype.unit_nbytes
+        nbytes, alike_nbytes = _core.estimate_nibbles(data, unit_nbytes, level, n_samples)
     if level is not Level.FAST:  # there, bytes have no models
         most = min(most, alike_nbytes * _MAY_TAKE)
         planes_nbytes = int(planes_nbytes * _ABOUT_EQUAL)
     if nbytes >= min(most, planes_nbytes):
         return None
-    geometry = cut(dtype, Split.WHOLE, data.size, NIBBLE_CHUNK_NBYTES)
+    geometry = cut(source.dtype, Split.WHOLE, data.size, NIBBLE_CHUNK_NBYTES)
     return Plan(geometry, level, nbytes, whole=Mode.NIBBLES)
 
 
-def _may_repeat(
-    source: Source, level: Level, estimates: list[tuple[int, int]], is_odd: bool
-) -> bool:
-    """Whether trials of matches and zstd are worth their time. The last plane of real weights is
-    noise. If it is not, or if the samples missed much of the tensor, the data is not weights. If
-    all planes seem to be noise, or units are bytes, a glance shows whether anything repeats more
-    than by chance, or rises; but at level `fast`, zstd is all there is against such planes."""
-    nbytes, dtype = source.data.size, source.dtype
-    planes_nbytes = sum([n for _, n in estimates])
+def _is_noise(source: Source, estimates: list[tuple[int, int]], is_odd: bool) -> bool:
+    """Whether the last plane is noise, as that of real weights is. If it is not, or if the samples
+    missed much of the tensor, the data is not weights."""
+    dtype = source.dtype
     share = _REPETITIVE if dtype.unit_nbytes > 1 else _REPETITIVE / 2
-    is_noise = Split.FLOAT in dtype.splits and estimates[-1][1] * dtype.unit_nbytes > nbytes * share
-    if is_noise and not is_odd:
+    if Split.FLOAT not in dtype.splits or is_odd:
         return False
-    looks_like_noise = dtype.unit_nbytes == 1 or planes_nbytes > nbytes * _NOISE
-    if level == Level.FAST or not looks_like_noise:
-        return True
-    return _core.may_match(source.data, dtype.unit_nbytes, min(planes_nbytes, nbytes))
+    return estimates[-1][1] * dtype.unit_nbytes > source.data.size * share
+
+
+def _plan_of_whole(
+    source: Source, level: Level, planes_nbytes: int, best_nbytes: int
+) -> Plan | None:
+    """The plan that codes whole units by matches or zstd; None if that does not pay.
+
+    If all planes seem to be noise, or units are bytes, a glance shows whether anything repeats more
+    than by chance, or rises, before there are trials; but at level `fast`, zstd is all there is
+    against such planes.
+    """
+    data, dtype = source.data, source.dtype
+    looks_like_noise = dtype.unit_nbytes == 1 or planes_nbytes > data.size * _NOISE
+    if (
+        looks_like_noise
+        and level != Level.FAST
+        and not _core.may_match(data, dtype.unit_nbytes, min(planes_nbytes, data.size))
+    ):
+        return None
+    nbytes, coder = _estimate_whole(source, level, best_nbytes)
+    if nbytes >= best_nbytes * (1 - _WHOLE_MUST_SAVE):
+        return None
+    geometry = cut(dtype, Split.WHOLE, data.size, ZSTD_CHUNK_NBYTES)
+    return Plan(geometry, level, nbytes, whole=coder)
 
 
 def _estimate_whole(source: Source, level: Level, planes_nbytes: int) -> tuple[int, Mode]:
-    """Estimates the bytes that whole units take, and whether by matches or by zstd."""
+    """Estimates the bytes that whole units take, and whether by matches or by zstd. If planes
+    clearly take less, all bytes of the tensor stand for what these take."""
     data, unit_nbytes = source.data, source.dtype.unit_nbytes
 
     def match_nbytes(piece: ByteArray) -> int:
@@ -239,13 +266,19 @@ def _estimate_whole(source: Source, level: Level, planes_nbytes: int) -> tuple[i
 
     part = max(_LEAST_PIECE_NBYTES, min(_PIECE_NBYTES, data.size // _PIECE_PART // 8 * 8))
     by_matches = data.size  # other bytes than masks are better with zstd
+    are_alike, n_pieces = False, _MAX_PIECES
     if unit_nbytes > 1:
-        by_matches = _estimate_pieces(data, match_nbytes, part)
-        is_close = abs(by_matches - planes_nbytes) < planes_nbytes * _ABOUT
+        packed = _pack_pieces(data, match_nbytes, part)
+        by_matches = _scale_pieces(data, packed, part)
         is_long = data.size > _MAX_PIECES * part
-        if is_close and is_long and Split.FLOAT not in source.dtype.splits:
-            by_matches = _estimate_pieces(data, match_nbytes, part, _MORE_PIECES)
+        are_alike = is_long and max(packed) - min(packed) < min(packed) * _ALIKE
+        is_close = abs(by_matches - planes_nbytes) < planes_nbytes * _ABOUT
+        if is_close and is_long and not are_alike and Split.FLOAT not in source.dtype.splits:
+            n_pieces = _MORE_PIECES
+            by_matches = _estimate_pieces(data, match_nbytes, part, n_pieces)
     by_zstd = _estimate_pieces(data, zstd_nbytes_soon, part, most=1)
+    if are_alike and level < Level.MAX and min(by_matches, by_zstd) > planes_nbytes:
+        return data.size, Mode.ZSTD  # more pieces would say the same
     if by_matches >= by_zstd * _CLEARLY_LESS[level]:
         by_zstd = _estimate_pieces(data, zstd_nbytes, part)
     if min(by_zstd, by_matches) <= data.size * _FEW:  # both are fast there, and matches are long
@@ -260,7 +293,7 @@ def _estimate_whole(source: Source, level: Level, planes_nbytes: int) -> tuple[i
         long = max(_PIECE_NBYTES, data.size // _LONG_PIECE_PART // 8 * 8)
         long = min(ZSTD_CHUNK_NBYTES, long)
         if long > part and by_matches <= data.size * _VERY_REPETITIVE:
-            by_matches = _estimate_pieces(data, match_nbytes_soon, long)
+            by_matches = _estimate_pieces(data, match_nbytes_soon, long, n_pieces)
         return by_matches, Mode.MATCHES
     if by_zstd <= data.size * _VERY_REPETITIVE:
         by_zstd = _estimate_pieces(data, zstd_nbytes, ZSTD_CHUNK_NBYTES)
@@ -273,9 +306,20 @@ def _estimate_pieces(
     piece_nbytes: int,
     most: int = _MAX_PIECES,
 ) -> int:
-    """Estimates the bytes of a tensor from those of a few pieces: from the middles of as many equal
-    parts, so that the first units stand for no more than themselves. Pieces as long as chunks go
-    from end to end, so that the first one is a chunk: masks look better or worse elsewhere."""
+    """Estimates the bytes of a tensor from those of a few pieces."""
+    packed = _pack_pieces(data, estimate, piece_nbytes, most)
+    return _scale_pieces(data, packed, piece_nbytes)
+
+
+def _pack_pieces(
+    data: ByteArray,
+    estimate: Callable[[ByteArray], int],
+    piece_nbytes: int,
+    most: int = _MAX_PIECES,
+) -> list[int]:
+    """Estimates the bytes of a few pieces of a tensor: from the middles of as many equal parts, so
+    that the first units stand for no more than themselves. Pieces as long as chunks go from end to
+    end, so that the first one is a chunk: masks look better or worse elsewhere."""
     n_pieces = min(most, math.ceil(data.size / piece_nbytes))
     last = max(0, data.size - piece_nbytes)
     if piece_nbytes == ZSTD_CHUNK_NBYTES:
@@ -285,6 +329,9 @@ def _estimate_pieces(
         starts = [min(max(0, middle - piece_nbytes // 2), last) for middle in middles]
     starts = [start // 8 * 8 for start in starts]  # whole units
     # Copies, because the library is not written for bytes that change while it reads them.
-    pieces = [data[start : start + piece_nbytes].copy() for start in starts]
-    packed = sum(estimate(piece) for piece in pieces)
-    return int(packed * (data.size / sum(piece.size for piece in pieces)))
+    return [estimate(data[start : start + piece_nbytes].copy()) for start in starts]
+
+
+def _scale_pieces(data: ByteArray, packed: list[int], piece_nbytes: int) -> int:
+    """What a tensor takes if it is like its pieces."""
+    return int(sum(packed) * (data.size / (len(packed) * min(piece_nbytes, data.size))))
