@@ -23,6 +23,7 @@ from shelf_records import change_record, flip, records_of
 from shelf_workload import ModelTensor
 
 from packhorse.disk import Shelf
+from packhorse.disk.shelf.records import StateRecord
 from packhorse.errors import CompatibilityError, CorruptionError, PackhorseError
 
 N_FLIPS = int(os.environ.get("PACKHORSE_FLIPS", "60"))
@@ -294,6 +295,24 @@ def test_a_chunk(folder: Path, expected: dict[str, str]) -> None:
         shelf["noise"][rows.start : rows.stop] = content()["noise"][rows.start : rows.stop]
         assert (shelf["noise"][...] == content()["noise"]).all()
     check_replaced(folder, "noise")
+
+
+def test_a_chunk_of_a_nested_state(tmp_path: Path) -> None:
+    """The error names the tensor in the state, and the chunk."""
+    with Shelf(tmp_path) as shelf:
+        weights = {f"layer{i}": np.full((2, 4), i, np.float32) for i in range(5)}
+        shelf.save("model", {"weights": weights, "step": 3})
+        assert len(shelf.load("model")["weights"]) == 5
+    with Shelf(tmp_path, "r") as shelf, shelf._session.state() as state:
+        entry = state.entry("model")
+        assert isinstance(entry, StateRecord)
+        (pointer,) = state.pointers(entry.tensors[3], [0], "")
+    change_record(
+        tmp_path, "chunks", pointer.chunk.to_bytes(8, "big"), lambda value: flip(value, 99)
+    )
+    error = r"^tensor 'weights\.layer3' of a nested state: .*'model': chunk 0 "
+    with Shelf(tmp_path, "r") as shelf, pytest.raises(CorruptionError, match=error):
+        shelf.load("model")
 
 
 def test_a_chunk_is_missing(folder: Path, expected: dict[str, str]) -> None:

@@ -17,7 +17,7 @@ from packhorse.disk.shelf.records import StateRecord, TensorRecord
 from packhorse.disk.shelf.rows import Chunks, RowIds, changes_of, read_rows, read_tensors
 from packhorse.disk.shelf.values import to_framework
 from packhorse.disk.state import decode_state
-from packhorse.errors import blaming
+from packhorse.errors import CorruptionError, blaming
 from packhorse.framework import Framework
 from packhorse.layout import DTYPE_BY_NAME
 from packhorse.storage.strict_json import shortened
@@ -74,9 +74,10 @@ def read_state(entry: StateRecord, chunks: Chunks, framework: Framework) -> Any:
 
     Raises:
         CompatibilityError: the framework has no tensor of some dtype and shape.
-        CorruptionError: a chunk, or the state, is damaged.
+        CorruptionError: a chunk, or the state, is damaged; of a chunk the message names the tensor.
     """
     tensors: list[Any] = []
+    paths: list[str] = []
     wanted: list[tuple[TensorRecord, Array]] = []
 
     def make(index: int, path: str) -> Any:
@@ -87,12 +88,18 @@ def read_state(entry: StateRecord, chunks: Chunks, framework: Framework) -> Any:
         if memory is None or DTYPE_BY_NAME[record.dtype].bits < 8:  # it lies there in another way
             return to_framework(read_all(record, chunks), record.dtype, framework)
         tensors.append(tensor)
+        paths.append(path)
         wanted.append((record, memory.view(dtype_of(record.dtype))))
         return tensor
 
     state, _ = decode_state(entry.state, make)
     try:
         read_tensors(chunks, wanted)
+    except CorruptionError:
+        for path, tensor in zip(paths, wanted, strict=True):
+            with blaming(f"tensor {shortened(path)!r} of a nested state"):
+                read_tensors(chunks, [tensor])
+        raise
     finally:
         framework.mark_all_written(tensors)
     return state
