@@ -14,6 +14,8 @@
 namespace packhorse {
 
 constexpr std::size_t kShortNbytes = std::size_t{1} << 16;
+// Estimates of nibbles are off by less than one part in this, so that no shorter stream is missed.
+constexpr std::size_t kAbout = 64;
 
 // Whether pack_short() tries to pack a tensor of `nbytes` bytes.
 inline bool is_short(const DTypeRow& dtype, std::size_t nbytes) {
@@ -76,9 +78,9 @@ class ShortPacker {
         // At level fast, Zstandard is all there is against bytes of many values.
         if (unit_nbytes == 1 && (tries_matches || level_ == Level::kFast)) return false;
         take_if_shorter(planes, 0, best);
-        if (2 * used >= nbytes_) take_if_shorter(whole(Mode::kNibbles), 0, best);
+        if (2 * used >= nbytes_) take_if_shorter(by_nibbles(used + used / kAbout), 0, best);
         // Matches are slower, so they must save 1/25, as in plans.
-        if (tries_matches) take_if_shorter(whole(Mode::kMatches), best.frame_nbytes() / 25, best);
+        if (tries_matches) take_if_shorter(by_matches(), best.frame_nbytes() / 25, best);
         return true;
     }
 
@@ -103,12 +105,20 @@ class ShortPacker {
         return way;
     }
 
-    ShortWay whole(Mode mode) {
-        uint8_t* const to = room(mode == Mode::kMatches ? 2 : 3);
-        ShortWay way = make_way(Split::kWhole, to);
-        way.payload_nbytes = (mode == Mode::kMatches ? encode_matched : encode_nibbles)(
-            {units(), nullptr}, geometry_.n_units, geometry_.spec.unit_nbytes, level_, to,
-            way.row + 1, isa_);
+    ShortWay by_matches() {
+        ShortWay way = make_way(Split::kWhole, room(2));
+        way.payload_nbytes =
+            encode_matched({units(), nullptr}, geometry_.n_units, geometry_.spec.unit_nbytes,
+                           level_, room(2), way.row + 1, isa_);
+        return way;
+    }
+
+    // Stores the tensor if nibbles seem to take `most` bytes.
+    ShortWay by_nibbles(std::size_t most) {
+        ShortWay way = make_way(Split::kWhole, room(3));
+        way.payload_nbytes =
+            encode_nibbles({units(), nullptr}, geometry_.n_units, geometry_.spec.unit_nbytes, most,
+                           level_, room(3), way.row + 1, isa_);
         return way;
     }
 

@@ -17,11 +17,11 @@ constexpr std::size_t kMinGlancePieceNbytes = std::size_t{1} << 15;
 constexpr std::size_t kMaxGlancePieceNbytes = std::size_t{1} << 17;
 constexpr std::size_t kGlanceBlock = 1024;
 constexpr uint32_t kGlanceTableLog = 13;
-// The content says which places are looked at, one in so many, and more of a short tensor. So of
-// two copies of the same bytes, both are looked at, or neither is.
-constexpr uint32_t kGlanceOne = 64;
-constexpr uint32_t kShortGlanceOne = 4;
-constexpr std::size_t kShortGlanceNbytes = 8192;
+// The content says which places are looked at, one in so many. So of two copies of the same bytes,
+// both are looked at, or neither is. Of a short tensor more are looked at, some kGlancePlaces.
+constexpr std::size_t kGlanceOne = 64;
+constexpr std::size_t kShortGlanceOne = 4;
+constexpr std::size_t kGlancePlaces = 128;
 constexpr std::size_t kFewGlances = 32;  // too few to judge by
 constexpr std::size_t kRareRepeats =
     64;  // matches that save 1 in 25 bytes need more than 1 in this
@@ -33,7 +33,7 @@ constexpr std::size_t kMarkNbytes = 8;
 
 // Marks those of `n` places that are looked at, one in `one_in`. Bytes behind them are read, too.
 template <std::size_t kNbytes>
-inline void mark_places(const uint8_t* src, std::size_t n, uint32_t one_in, uint8_t* marks,
+inline void mark_places(const uint8_t* src, std::size_t n, std::size_t one_in, uint8_t* marks,
                         Isa isa) {
     const auto below = static_cast<uint8_t>(256 / one_in);
     vectorised_wide(isa, [=]() PACKHORSE_VECTORISED {
@@ -53,7 +53,7 @@ constexpr std::size_t kFewValues = 4;  // bytes that planes make so many times s
 // Counts places, and those whose next `n_seen` bytes were seen before.
 struct Glances {
     std::size_t n_seen = kMinSeenNbytes;
-    uint32_t one_in = kGlanceOne;
+    std::size_t one_in = kGlanceOne;  // a power of two
     uint32_t table[1u << kGlanceTableLog] = {};
     std::size_t n_places = 0;
     std::size_t n_repeats = 0;
@@ -92,7 +92,8 @@ struct Glances {
 inline bool may_repeat(const uint8_t* src, std::size_t nbytes, std::size_t n_seen, Isa isa) {
     Glances glances;
     glances.n_seen = n_seen;
-    glances.one_in = nbytes <= kShortGlanceNbytes ? kShortGlanceOne : kGlanceOne;
+    glances.one_in =
+        std::clamp(std::bit_floor(nbytes / kGlancePlaces), kShortGlanceOne, kGlanceOne);
     const std::size_t behind = std::max(n_seen, kMarkNbytes);
     const std::size_t piece_nbytes =
         std::clamp(nbytes / kGlancePiecePart, kMinGlancePieceNbytes, kMaxGlancePieceNbytes);

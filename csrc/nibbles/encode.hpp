@@ -57,14 +57,14 @@ class NibbleMemory {
     Scratch memory_;
 };
 
-// Writes the stream of the `n` bytes in `memory.units` if it takes less than they do. Returns its
-// length, or 0 if it does not pay.
-inline std::size_t write_nibbles(std::size_t n, Level level, NibbleMemory& memory, uint8_t* dst,
-                                 Isa isa) {
+// Writes the stream of the `n` bytes in `memory.units` if it takes less than they do, and seems to
+// take less than `most` bytes. Returns its length, or 0 if it does not pay.
+inline std::size_t write_nibbles(std::size_t n, std::size_t most, Level level, NibbleMemory& memory,
+                                 uint8_t* dst, Isa isa) {
     PlaneChoice choice;
     // Level fast has no entropy coder, without which there would be nothing to gain.
     const Level counted = level == Level::kFast ? Level::kDefault : level;
-    if (choose_nibbles(memory.units, n, counted, choice) >= n) return 0;
+    if (choose_nibbles(memory.units, n, counted, choice) >= std::min(n, most)) return 0;
     const RansModel& model = choice.models[0];
     const uint32_t lanes_log = choice.lanes_log;
     const std::size_t n_lanes = std::size_t{1} << lanes_log;
@@ -92,10 +92,12 @@ inline std::size_t write_nibbles(std::size_t n, Level level, NibbleMemory& memor
     return nbytes;
 }
 
-// Encodes a chunk of whole units: in mode nibbles, or constant, or stored. `dst` has room for
-// round_up(n * unit_nbytes, 64) bytes. Returns the padded length.
+// Encodes a chunk of whole units: in mode nibbles, or constant, or stored, which it is also if
+// nibbles seem to take `most` bytes. `dst` has room for round_up(n * unit_nbytes, 64) bytes.
+// Returns the padded length.
 inline std::size_t encode_nibbles(const ChunkSource& source, std::size_t n, uint32_t unit_nbytes,
-                                  Level level, uint8_t* dst, uint32_t* descriptors, Isa isa) {
+                                  std::size_t most, Level level, uint8_t* dst,
+                                  uint32_t* descriptors, Isa isa) {
     const std::size_t nbytes = n * unit_nbytes;
     NibbleMemory memory(nbytes);
     source.copy_to(memory.units, nbytes, isa);
@@ -105,7 +107,7 @@ inline std::size_t encode_nibbles(const ChunkSource& source, std::size_t n, uint
         mode = Mode::kConstant;
         used = unit_nbytes;
     } else {
-        used = write_nibbles(nbytes, level, memory, dst, isa);
+        used = write_nibbles(nbytes, most, level, memory, dst, isa);
         if (used == 0) {
             mode = Mode::kStored;
             used = nbytes;

@@ -8,9 +8,9 @@
 // - AVX2, at most 32 codes: they are looked up by byte shuffles (rans/decode_parts_avx2.hpp);
 // - others, 128 lanes: one load a lane from a table of 4096 entries (16 KiB, in L1), with AVX-512,
 // AVX2 or the baseline (rans/decode_avx512.hpp, rans/decode_avx2.hpp, rans/decode_portable.hpp);
-// - 16 lanes at once, with AVX-512, from the alias tables or that table
-// (rans/decode_short_avx512.hpp), and with AVX2 from that table (rans/decode_avx2.hpp);
-// - else the same table, one lane at a time.
+// - 16 lanes and AVX-512: the alias tables in registers, or else that table
+// (rans/decode_short_avx512.hpp);
+// - else that table, one lane at a time.
 //
 // Vector loops read whole registers of words. Near the end of the stream they run on a zero-padded
 // copy of its last bytes, so that nothing beyond the stream is read. There they check after a round
@@ -61,26 +61,59 @@ inline Status decode_round(RansDecoder& decoder, std::size_t n, uint8_t* dst) {
     return Status::kOk;
 }
 
-// Decodes full rounds without a check; the caller knows that there are n_rounds * n_lanes words.
-// The loop has no branches, because no predictor can guess whether a lane needs a word.
+// Decodes a unit of each of four neighbouring lanes, from `lane` on. There are no branches, because
+// no predictor can guess whether a lane needs a word. The words of all four are loaded at once, so
+// that no lane waits for a load whose address depends on the lanes before it.
+PACKHORSE_INLINE void decode_four_lanes(const uint32_t* table, uint32_t* states, uint32_t lane,
+                                        uint32_t lanes_log, const uint8_t*& words, uint8_t* dst) {
+    const uint32_t quarter_log = lanes_log - 2;
+    const auto fresh = load<uint64_t>(words);
+    uint32_t taken = 0;  // bits
+#pragma GCC unroll 4
+    for (uint32_t i = lane; i < lane + 4; ++i) {
+        const uint32_t state = states[i];
+        const uint32_t entry = table[state & (kProbSum - 1)];
+        uint32_t next = (entry & (kProbSum - 1)) * (state >> kProbBits) +
+                        ((state + (entry >> kProbBits)) & (kProbSum - 1));
+        keep_in_register(next);
+        const uint32_t n_bits = uint32_t{next < kStateLowerBound} << 4;
+        states[i] = next << n_bits | (static_cast<uint32_t>(fresh >> taken) & ((1u << n_bits) - 1));
+        taken += n_bits;
+        dst[4 * (i & ((1u << quarter_log) - 1)) + (i >> quarter_log)] =
+            static_cast<uint8_t>(entry >> 24);
+    }
+    words += taken / 8;
+}
+
+// Decodes full rounds of 4 or 16 lanes. The caller knows that there are n_rounds * n_lanes words,
+// and one register of words more.
+template <uint32_t kLanesLog>
 PACKHORSE_INLINE void decode_rounds_unchecked(RansDecoder& decoder, std::size_t n_rounds,
                                               uint8_t* dst) {
-    const uint32_t quarter = 1u << (decoder.lanes_log - 2);
+    constexpr uint32_t kLanes = 1u << kLanesLog;
+    uint32_t states[kLanes];
+    std::memcpy(states, decoder.states, sizeof states);
     const uint8_t* words = decoder.words;
-    for (std::size_t r = 0; r < n_rounds; ++r, dst += 4 * quarter)
-        for (uint32_t k = 0; k < 4; ++k) {
-            uint32_t* states = decoder.states + k * quarter;
-            for (uint32_t j = 0; j < quarter; ++j) {
-                const uint32_t state = states[j];
-                const uint32_t entry = decoder.table()[state & (kProbSum - 1)];
-                const uint32_t next = (entry & (kProbSum - 1)) * (state >> kProbBits) +
-                                      ((state + (entry >> kProbBits)) & (kProbSum - 1));
-                const uint32_t need = next < kStateLowerBound;
-                states[j] = next << (16 * need) | (load<uint16_t>(words) & (0 - need));
-                words += 2 * need;
-                dst[4 * j + k] = static_cast<uint8_t>(entry >> 24);
-            }
-        }
+    for (std::size_t r = 0; r < n_rounds; ++r, dst += kLanes)
+#pragma GCC unroll 4
+        for (uint32_t lane = 0; lane < kLanes; lane += 4)
+            decode_four_lanes(decoder.table(), states, lane, kLanesLog, words, dst);
+    std::memcpy(decoder.states, states, sizeof states);
+    decoder.words = words;
+}
+
+// Does that for any number of lanes. Encoders use 4, 16 and 128.
+PACKHORSE_INLINE void decode_rounds_any(RansDecoder& decoder, std::size_t n_rounds, uint8_t* dst) {
+    const uint32_t lanes_log = decoder.lanes_log;
+    if (lanes_log == kMinLanesLog)
+        return decode_rounds_unchecked<kMinLanesLog>(decoder, n_rounds, dst);
+    if (lanes_log == kShortLanesLog)
+        return decode_rounds_unchecked<kShortLanesLog>(decoder, n_rounds, dst);
+    const uint32_t n_lanes = 1u << lanes_log;
+    const uint8_t* words = decoder.words;
+    for (std::size_t r = 0; r < n_rounds; ++r, dst += n_lanes)
+        for (uint32_t lane = 0; lane < n_lanes; lane += 4)
+            decode_four_lanes(decoder.table(), decoder.states, lane, lanes_log, words, dst);
     decoder.words = words;
 }
 
@@ -89,7 +122,7 @@ inline void decode_rounds_portable(RansDecoder& decoder, std::size_t n_rounds, u
     if (decoder.lanes_log == kMaxLanesLog)
         return decode_rounds_wide_portable(decoder.states, decoder.table(), n_rounds, decoder.words,
                                            dst, ahead);
-    decode_rounds_unchecked(decoder, n_rounds, dst);
+    decode_rounds_any(decoder, n_rounds, dst);
 }
 
 #if PACKHORSE_X86
@@ -100,9 +133,9 @@ PACKHORSE_AVX2 inline void decode_rounds_avx2(RansDecoder& decoder, std::size_t 
     decode_rounds_large_avx2(decoder, n_rounds, dst, ahead);
 }
 
-PACKHORSE_AVX2 inline void decode_rounds_scalar_avx2(RansDecoder& decoder, std::size_t n_rounds,
-                                                     uint8_t* dst) {
-    decode_rounds_unchecked(decoder, n_rounds, dst);
+PACKHORSE_AVX2 inline void decode_rounds_any_avx2(RansDecoder& decoder, std::size_t n_rounds,
+                                                  uint8_t* dst) {
+    decode_rounds_any(decoder, n_rounds, dst);
 }
 
 PACKHORSE_AVX512 inline void decode_rounds_avx512_any(RansDecoder& decoder, std::size_t n_rounds,
@@ -143,10 +176,9 @@ inline void decode_rounds(RansDecoder& decoder, std::size_t n_rounds, uint8_t* d
     if (isa >= Isa::kAvx512 && wide) return decode_rounds_avx512_any(decoder, n_rounds, dst, ahead);
     if (isa >= Isa::kAvx512 && decoder.lanes_log == kShortLanesLog)
         return decode_rounds_short_avx512_any(decoder, n_rounds, dst);
-    if (isa >= Isa::kAvx2 && wide) return decode_rounds_avx2(decoder, n_rounds, dst, ahead);
-    if (isa >= Isa::kAvx2 && decoder.lanes_log == kShortLanesLog)
-        return decode_rounds_short_avx2(decoder, n_rounds, dst);
-    if (isa >= Isa::kAvx2) return decode_rounds_scalar_avx2(decoder, n_rounds, dst);
+    if (isa >= Isa::kAvx2)
+        return wide ? decode_rounds_avx2(decoder, n_rounds, dst, ahead)
+                    : decode_rounds_any_avx2(decoder, n_rounds, dst);
 #elif PACKHORSE_ARM
     if (isa >= Isa::kNeon && decoder.lanes_log == kMaxLanesLog)
         return decode_rounds_neon_any(decoder, n_rounds, dst, ahead);

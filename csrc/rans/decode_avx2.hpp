@@ -1,6 +1,5 @@
-// Decoding rounds of 128 lanes with AVX2 and more than 32 codes (docs/format.md, 6.4), and rounds
-// of 16 lanes with any number of codes, in the steps of rans/decode_parts_avx2.hpp. Entries are
-// loaded one by one.
+// Decoding rounds of 128 lanes with AVX2 and more than 32 codes (docs/format.md, 6.4), in the steps
+// of rans/decode_parts_avx2.hpp. Entries are loaded one by one.
 //
 // An entry is blended into its register straight from memory: the load begins so far before the
 // entry that it lands in its place. A gather instruction does the same, but on the machines that
@@ -114,43 +113,6 @@ PACKHORSE_AVX2 inline void decode_rounds_large_avx2(RansDecoder& decoder, std::s
     }
     fill_words(needs, words, lanes.low + kMaxLanes - kQuarterLanes);
     lanes.store_to(decoder.states);
-    decoder.words = words;
-}
-
-// Decodes rounds of 16 lanes, which short streams have. The caller knows that there are 16 words
-// for each round, one register of words more, and kWordsLead bytes before them.
-PACKHORSE_AVX2 inline void decode_rounds_short_avx2(RansDecoder& decoder, std::size_t n_rounds,
-                                                    uint8_t* dst) {
-    alignas(32) uint16_t halves[2][16];
-    for (int i = 0; i < 16; ++i) {
-        halves[0][i] = static_cast<uint16_t>(decoder.states[i]);
-        halves[1][i] = static_cast<uint16_t>(decoder.states[i] >> 16);
-    }
-    const __m128i order = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    const uint8_t* words = decoder.words;
-    __m256i low = load_avx2(halves[0]), high = load_avx2(halves[1]);
-    for (std::size_t r = 0; r < n_rounds; ++r, dst += 16) {
-        store_avx2(halves[0], low);
-        keep_in_memory(halves);
-        const LoadedEntries entries(decoder.table(), halves[0]);
-        const StepAvx2 step = step_avx2(high, low, entries.f16(), entries.bias());
-        const uint32_t needs = static_cast<uint32_t>(_mm_movemask_epi8(_mm_packs_epi16(
-            _mm256_castsi256_si128(step.need), _mm256_extracti128_si256(step.need, 1))));
-        const uint32_t a = needs << 4 & kEightLanes, b = needs >> 4 & kEightLanes;
-        const uint8_t* const at_b = skip_words(words, a);
-        const __m256i fresh = _mm256_shuffle_epi8(load_both(words, at_b),
-                                                  load_both(word_order_at(a), word_order_at(b)));
-        words = skip_words(at_b, b);
-        high = step.high;
-        low = _mm256_or_si256(step.low, fresh);
-        const __m256i units = entries.units();
-        const __m128i packed =
-            _mm_packus_epi16(_mm256_castsi256_si128(units), _mm256_extracti128_si256(units, 1));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(dst), _mm_shuffle_epi8(packed, order));
-    }
-    store_avx2(halves[0], low);
-    store_avx2(halves[1], high);
-    for (int i = 0; i < 16; ++i) decoder.states[i] = uint32_t{halves[1][i]} << 16 | halves[0][i];
     decoder.words = words;
 }
 

@@ -119,16 +119,11 @@ PACKHORSE_AVX2 PACKHORSE_INLINE __m256i look_up_avx2(const uint8_t (*part)[16],
     return blend_by_top_bit(low, high, places.slot_low);
 }
 
-// The new states of 16 lanes but for their words. Where one is due, `high` has moved up already
-// from `low`, and `low` is zero.
-struct StepAvx2 {
-    __m256i high, low;
-    __m256i need;  // all ones in lanes that need a word
-};
-
-// `f16` is 16 times the frequency. `bias` has something else in its four high bits.
-PACKHORSE_AVX2 PACKHORSE_INLINE StepAvx2 step_avx2(__m256i high, __m256i low, __m256i f16,
-                                                   __m256i bias) {
+// Computes the new states of 16 lanes but for their words, and returns which need one. `f16` is 16
+// times the frequency. `bias` has something else in its four high bits.
+PACKHORSE_AVX2 PACKHORSE_INLINE __m256i step_halves_avx2(uint16_t* high_at, uint16_t* low_at,
+                                                         __m256i f16, __m256i bias) {
+    const __m256i high = load_avx2(high_at), low = load_avx2(low_at);
     const __m256i slot_mask = _mm256_set1_epi16(kProbSum - 1);
     const __m256i rank = _mm256_and_si256(_mm256_add_epi16(low, bias), slot_mask);
     const __m256i rest =
@@ -137,17 +132,9 @@ PACKHORSE_AVX2 PACKHORSE_INLINE StepAvx2 step_avx2(__m256i high, __m256i low, __
     const __m256i carry = _mm256_min_epu16(_mm256_subs_epu16(rest, sum), _mm256_set1_epi16(1));
     const __m256i upper = _mm256_add_epi16(_mm256_mulhi_epu16(high, f16), carry);
     const __m256i need = _mm256_cmpeq_epi16(upper, _mm256_setzero_si256());
-    return {_mm256_or_si256(upper, _mm256_and_si256(need, sum)), _mm256_andnot_si256(need, sum),
-            need};
-}
-
-// Does that for lanes in memory. Returns which need a word.
-PACKHORSE_AVX2 PACKHORSE_INLINE __m256i step_halves_avx2(uint16_t* high, uint16_t* low, __m256i f16,
-                                                         __m256i bias) {
-    const StepAvx2 step = step_avx2(load_avx2(high), load_avx2(low), f16, bias);
-    store_avx2(high, step.high);
-    store_avx2(low, step.low);
-    return step.need;
+    store_avx2(high_at, _mm256_or_si256(upper, _mm256_and_si256(need, sum)));
+    store_avx2(low_at, _mm256_andnot_si256(need, sum));
+    return need;
 }
 
 // The set of lanes of a quarter, in their order in memory, that need a word.
@@ -164,14 +151,13 @@ PACKHORSE_AVX2 PACKHORSE_INLINE const uint8_t* skip_words(const uint8_t* words, 
     return words + 2 * static_cast<std::size_t>(__builtin_popcount(needs));
 }
 
-constexpr uint32_t kEightLanes = 0xFF0;  // a set of eight lanes, times the length of a shuffle
-
 // Fills in the words of a quarter. Its lanes take words in order, and eight neighbours make up half
 // of a register.
 PACKHORSE_AVX2 PACKHORSE_INLINE void fill_words(uint32_t needs, const uint8_t*& words,
                                                 uint16_t* low) {
-    const uint32_t a = needs << 4 & kEightLanes, b = needs >> 4 & kEightLanes;
-    const uint32_t c = needs >> 12 & kEightLanes, d = needs >> 20 & kEightLanes;
+    constexpr uint32_t kSet = 0xFF0;  // of eight lanes, times the length of a shuffle
+    const uint32_t a = needs << 4 & kSet, b = needs >> 4 & kSet;
+    const uint32_t c = needs >> 12 & kSet, d = needs >> 20 & kSet;
     const uint8_t* const at_b = skip_words(words, a);
     const uint8_t* const at_c = skip_words(at_b, b);
     const uint8_t* const at_d = skip_words(at_c, c);

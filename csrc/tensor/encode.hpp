@@ -228,10 +228,13 @@ inline uint32_t encode_from_base(const EncodeJob& job, const Geometry& geometry,
 inline std::size_t encode_any_chunk(const EncodeJob& job, const Geometry& geometry,
                                     const EncodeContext& context, EncodeWorker& worker, uint8_t* to,
                                     uint32_t* descriptors, Isa isa) {
+    const uint32_t unit_nbytes = geometry.spec.unit_nbytes;
+    if (context.whole == Mode::kMatches)
+        return encode_matched({job.src, &job.leaves}, job.n, unit_nbytes, context.level, to,
+                              descriptors, isa);
     if (context.codes_whole())
-        return (context.whole == Mode::kMatches ? encode_matched : encode_nibbles)(
-            {job.src, &job.leaves}, job.n, geometry.spec.unit_nbytes, context.level, to,
-            descriptors, isa);
+        return encode_nibbles({job.src, &job.leaves}, job.n, unit_nbytes, job.n * unit_nbytes,
+                              context.level, to, descriptors, isa);
     const bool has_base = context.base.units != nullptr;
     const uint32_t descriptor = has_base ? encode_from_base(job, geometry, context, worker, to, isa)
                                          : make_descriptor(Mode::kStored, 0);
