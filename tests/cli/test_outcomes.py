@@ -107,10 +107,10 @@ def test_what_was_done_before_a_signal_is_in_the_document(
 
 
 def test_a_signal_gives_a_document(tmp_path: Path):
-    model = write_large_model(tmp_path / "model.safetensors", 1 << 28)
+    model = write_large_model(tmp_path / "model.safetensors", 1 << 26)
     with subprocess.Popen(
-        [COMMAND, "pack", model, "--json", "--threads", "1"], stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, preexec_fn=default_signals,
+        [COMMAND, "pack", model, "--json", "--threads", "1", "--level", "max"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=default_signals,
     ) as process:  # fmt: skip
         while not any(tmp_path.glob(".packhorse-*")):
             assert process.poll() is None

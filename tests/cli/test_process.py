@@ -23,7 +23,7 @@ from cli_samples import (
     write_model,
 )
 
-LARGE_NBYTES = 1 << 28
+LARGE_NBYTES = 1 << 26  # which take a second at the level "max"
 
 
 @pytest.fixture
@@ -99,8 +99,8 @@ def test_signal_in_mid_pack_leaves_nothing_behind(tmp_path: Path, number: signal
     packed = tmp_path / "model.ph.safetensors"
     packed.write_bytes(b"older")
     with subprocess.Popen(
-        [COMMAND, "pack", model, "--force", "--threads", "1"], stderr=subprocess.PIPE, text=True,
-        preexec_fn=default_signals,
+        [COMMAND, "pack", model, "--force", "--threads", "1", "--level", "max"],
+        stderr=subprocess.PIPE, text=True, preexec_fn=default_signals,
     ) as process:  # fmt: skip
         _wait_for_output(tmp_path, process)
         process.send_signal(number)
@@ -118,7 +118,9 @@ def test_signal_in_mid_folder_leaves_nothing_behind(tmp_path: Path):
     write_large_model(folder / "more.safetensors", LARGE_NBYTES)
     names = sorted(path.name for path in folder.iterdir())
     with subprocess.Popen(
-        [COMMAND, "pack", folder], stderr=subprocess.DEVNULL, preexec_fn=default_signals
+        [COMMAND, "pack", folder, "--level", "max"],
+        stderr=subprocess.DEVNULL,
+        preexec_fn=default_signals,
     ) as process:
         _wait_for_output(tmp_path, process)
         process.send_signal(signal.SIGINT)

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 
 import ml_dtypes
@@ -216,9 +217,10 @@ def data_file(shelf: Path) -> Path:
 def damage(shelf: Path) -> None:
     """Change bytes within the first chunk of the weight, which has the longest frames."""
     data = data_file(shelf).read_bytes()
-    runs = re.finditer(rb"(?:(?!\0{64}).){20000,}", data, re.DOTALL)
-    longest = max(runs, key=lambda match: len(match[0]))
-    flip_bytes(data_file(shelf), (longest.start() + longest.end()) // 2)
+    gaps = [gap.span() for gap in re.finditer(rb"\0{64,}", data)]
+    runs = [(end, start) for (_, end), (start, _) in pairwise([(0, 0), *gaps, (len(data),) * 2])]
+    start, end = max(runs, key=lambda run: run[1] - run[0])
+    flip_bytes(data_file(shelf), (start + end) // 2)
 
 
 def test_verify_names_what_is_bad(shelf: Path, run: Run) -> None:
@@ -473,16 +475,16 @@ def test_a_second_writer_is_told_who_writes(tmp_path: Path, shelf: Path) -> None
 
 
 def test_a_signal_in_mid_import_leaves_nothing_of_it(tmp_path: Path, run: Run) -> None:
-    model = write_large_model(tmp_path / "model.safetensors", 1 << 29)
+    model = write_large_model(tmp_path / "model.safetensors", 1 << 27)
     shelf = tmp_path / "data.shelf"
     with Shelf(shelf) as opened:
         opened["odd"] = ODD
-    words = [COMMAND, "shelf", "import", shelf, model, "--threads", "1"]
+    words = [COMMAND, "shelf", "import", shelf, model, "--threads", "1", "--level", "max"]
     with subprocess.Popen(
         words, stderr=subprocess.PIPE, text=True, preexec_fn=default_signals
     ) as process:
         end = time.monotonic() + 60
-        while data_file(shelf).stat().st_size < 1 << 25:  # chunks that wait for their commit
+        while data_file(shelf).stat().st_size < 1 << 24:  # chunks that wait for their commit
             assert process.poll() is None
             assert time.monotonic() < end
             time.sleep(0.001)
@@ -493,8 +495,8 @@ def test_a_signal_in_mid_import_leaves_nothing_of_it(tmp_path: Path, run: Run) -
     assert err == f"packhorse: error: stopped by SIGINT; {kept}\n"
     row = result(run("shelf", "list", shelf, "--json"))
     assert [tensor["name"] for tensor in row["tensors"]] == ["odd"]
-    assert row["free_nbytes"] > 1 << 24
-    assert result(run("shelf", "compact", shelf, "--json"))["saved_nbytes"] > 1 << 24
+    assert row["free_nbytes"] > 1 << 23
+    assert result(run("shelf", "compact", shelf, "--json"))["saved_nbytes"] > 1 << 23
     assert run("shelf", "verify", shelf).code == 0
 
 

@@ -408,11 +408,11 @@ def test_a_second_writer_is_told_who_writes(tmp_path: Path, store: Path, model: 
 
 
 def test_a_signal_in_mid_take_leaves_no_snapshot(tmp_path: Path) -> None:
-    model = write_large_model(tmp_path / "model.safetensors", 1 << 28)
+    model = write_large_model(tmp_path / "model.safetensors", 1 << 26)
     store = tmp_path / "runs"
     SnapshotStore(store).take_files("a", [write_model(tmp_path / "small.safetensors")])
     before = contents(store)
-    words = [COMMAND, "snapshot", "take", store, "b", model, "--threads", "1"]
+    words = [COMMAND, "snapshot", "take", store, "b", model, "--threads", "1", "--level", "max"]
     with subprocess.Popen(
         words, stderr=subprocess.PIPE, text=True, preexec_fn=default_signals
     ) as process:

@@ -2,8 +2,6 @@
 
 import os
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -34,7 +32,7 @@ from dcp_ranks import (
     train_and_save,
 )
 from dcp_samples import blank, load, patch, save, shards_of
-from forked import fork_context
+from forked import fork_context, run_forked
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is ")
 
@@ -113,9 +111,7 @@ def test_async_save_of_several_ranks(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def test_async_save_in_another_process(ranks: Ranks, tmp_path: Path) -> None:
-    program = [sys.executable, dcp_ranks.__file__, str(tmp_path)]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    assert run_forked(Path(dcp_ranks.__file__), tmp_path.with_suffix(".out"), tmp_path) == 0
     whole = torch.randn(64, 32, generator=torch.Generator().manual_seed(7))
     for found, _ in ranks.run(2, load_tensor, str(tmp_path), (64, 32), (2,), "0"):
         assert found == digest(whole)

@@ -94,6 +94,7 @@ def test_the_command_starts_a_cluster_here(
     assert {row["name"] for row in result(done)["tensors"]} == {
         row.name for row in make_findings([models[0]], options=QUICK).tensors
     }
+    monkeypatch.setattr("packhorse.storage.cluster._PATIENCE_S", 1)
     done = run("report", models[0], "--scheduler", "tcp://127.0.0.1:9")
     assert done.code == 3
     assert "no scheduler of Dask answers" in done.error

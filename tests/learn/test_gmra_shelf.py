@@ -1,9 +1,8 @@
 """GMRA on a shelf: the same bits as in memory, within a budget, and after any interruption."""
 
 import json
+import os
 import signal
-import subprocess
-import sys
 import tracemalloc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from forked import fork_context
 from numpy.typing import NDArray
 
 from packhorse.disk import Shelf
@@ -74,7 +74,8 @@ def test_bits_do_not_depend_on_where_the_points_are(shelf: Any, n_components: fl
     assert len(wanted) > 100
     shelf["x"] = points
     assert bits(GMRA(n_components, **SETTINGS).fit(shelf["x"])) == wanted
-    for X in (points, shelf["x"], batches(points)):
+    sources = (points, shelf["x"], batches(points)) if n_components == 3 else (shelf["x"],)
+    for X in sources:  # how many directions a node has does not depend on how points are read
         gmra = GMRA(n_components, **SETTINGS).fit(X, shelf=shelf)
         assert bits(gmra) == wanted
         assert names(shelf) == [f"gmra/nodes/{name}" for name in PATHS]
@@ -97,7 +98,8 @@ def test_a_shelf_may_give_tensors_of_torch(shelf_of_torch: Any, n_components: fl
     shelf["x"] = points
     assert isinstance(shelf["x"][0], torch.Tensor)
     assert bits(GMRA(n_components, **SETTINGS).fit(shelf["x"])) == bits(plain)
-    for X in (shelf["x"], shelf["x"].iter_chunks(100_000), points):
+    others = (shelf["x"].iter_chunks(100_000), points) if n_components == 3 else ()
+    for X in (shelf["x"], *others):
         gmra = GMRA(n_components, **SETTINGS).fit(X, shelf=shelf)
         assert bits(gmra) == bits(plain)
     codes = plain.transform(points)
@@ -250,35 +252,29 @@ def points_of(kind: str, shelf: Any, points: Array) -> Any:
     return {"array": points, "tensor": shelf["x"], "batches": batches(points)}[kind]
 
 
-KILLED = """
-import json, os, signal, sys
-import numpy as np
-from packhorse.disk import Shelf
-from packhorse.learn import GMRA
-from packhorse.learn.growth import Growth
-step, left = Growth.step, int(sys.argv[2])
-def counted(self):
-    global left
-    found = step(self)
-    left -= 1
-    if not left:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return found
-Growth.step = counted
-with Shelf(sys.argv[1]) as shelf:
-    GMRA(3, **json.loads(sys.argv[4])).fit(np.load(sys.argv[3]), shelf=shelf)
-"""
+def fit_until_killed(folder: Path, steps: int) -> None:
+    """Fit the cloud, and die after its step of this number, when it is done but not committed."""
+    method, n_done = Growth.step, 0
+
+    def counted(self: Growth) -> Any:
+        nonlocal n_done
+        found = method(self)
+        n_done += 1
+        if n_done == steps:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+    Growth.step = counted  # type: ignore[method-assign]
+    with Shelf(folder) as shelf:
+        GMRA(3, **SETTINGS).fit(cloud(), shelf=shelf)
 
 
 @pytest.mark.parametrize("steps", [2, 11])
 def test_a_killed_fit_goes_on(tmp_path: Path, steps: int) -> None:
-    points = tmp_path / "x.npy"
-    np.save(points, cloud())
-    arguments = [str(tmp_path / "shelf"), str(steps), str(points), json.dumps(SETTINGS)]
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, *arguments], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    process = fork_context().Process(target=fit_until_killed, args=(tmp_path / "shelf", steps))
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
     with Shelf(tmp_path / "shelf") as shelf:
         gmra = GMRA(3, **SETTINGS).fit(cloud(), shelf=shelf)
         assert bits(gmra) == bits_in_memory()

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forked import fork_context, run_program
 from torch import nn
 
 from packhorse.disk import Shelf
@@ -235,18 +236,15 @@ def test_a_reader_samples_beside_the_writer(shelf: Shelf, tmp_path: Path) -> Non
         step(model)
         swag.collect()
     swag.flush()
-    code = f"""
-import torch
-from packhorse.disk import Shelf
-from packhorse.learn import SWAG
-with Shelf({str(tmp_path / "shelf")!r}, mode="r") as shelf:
-    with SWAG(torch.nn.Linear(3, 2, bias=False), shelf) as swag:
-        print(swag.n_collected, swag.sample(1, seed=0)[0]["weight"].tolist())
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout == f"5 {swag.sample(1, seed=0)[0]['weight'].tolist()}\n", done.stderr
+    with fork_context().Pool(1) as pool:
+        found = pool.apply(read_and_sample, (tmp_path / "shelf",))
+    assert found == (5, swag.sample(1, seed=0)[0]["weight"].tolist())
+
+
+def read_and_sample(folder: Path) -> tuple[int, Any]:
+    torch.set_num_threads(1)
+    with Shelf(folder, mode="r") as shelf, SWAG(nn.Linear(3, 2, bias=False), shelf) as swag:
+        return swag.n_collected, swag.sample(1, seed=0)[0]["weight"].tolist()
 
 
 def test_a_forked_process_does_not_collect(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +276,7 @@ def test_a_program_that_ends_writes_what_waits(tmp_path: Path) -> None:
 import torch
 from packhorse.disk import Shelf
 from packhorse.learn import SWAG
-model = torch.nn.Linear(700, 700)
+model = torch.nn.Linear(400, 400)
 swag = SWAG(model, Shelf({str(tmp_path / "shelf")!r}), max_pending=50)
 for _ in range(50):
     swag.collect()
@@ -288,7 +286,7 @@ for _ in range(50):
     )
     assert (done.returncode, done.stderr) == (0, "")
     with Shelf(tmp_path / "shelf", mode="r") as shelf:
-        assert SWAG(nn.Linear(700, 700), shelf).n_collected == 50
+        assert SWAG(nn.Linear(400, 400), shelf).n_collected == 50
 
 
 def test_iterates_that_are_lost_are_reported_at_the_end(tmp_path: Path) -> None:
@@ -327,17 +325,19 @@ def run(folder: Path, kill_after: float | None = None) -> tuple[str, int]:
         kill_after: the step whose line the parent reads before it kills the process, plus a
             fraction of some milliseconds that it waits.
     """
-    command = [sys.executable, str(EXAMPLE), str(folder), "--steps", "110", "--start", "30"]
-    process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if kill_after is not None and line.startswith(f"step {int(kill_after)}:"):
-            time.sleep(kill_after % 1 * 0.02)
-            process.kill()
-    process.stdout.close()
-    return "".join(lines), process.wait(60)
+    output, words = folder.with_suffix(".out"), [str(folder), "--steps", "110", "--start", "30"]
+    output.touch()
+    process = fork_context().Process(target=run_program, args=(EXAMPLE, output, words))
+    process.start()
+    if kill_after is not None:
+        while f"step {int(kill_after)}:" not in output.read_text():
+            assert process.is_alive()
+            time.sleep(0.001)
+        time.sleep(kill_after % 1 * 0.02)
+        process.kill()
+    process.join(60)
+    assert process.exitcode is not None
+    return output.read_text(), process.exitcode
 
 
 def test_a_killed_run_ends_with_the_identical_posterior(tmp_path: Path) -> None:

@@ -1,34 +1,36 @@
-"""A process that exports or imports a shelf and stops in the middle, to be killed there.
+"""A process that exports or imports a shelf and stops in the middle, to be killed there."""
 
-    python exchange_child.py SHELF VERB PATH STOP RESUME
-
-It prints a line when it has got through STOP blocks, and then waits for its end.
-"""
-
-import sys
 import time
 from itertools import count
+from multiprocessing.synchronize import Event
+from pathlib import Path
 
 from packhorse.disk import Shelf
 
-__all__: list[str] = []
+__all__ = ["exchange"]
 
 
-def main() -> None:
-    """Do it."""
-    path, verb, target, stop, resume = sys.argv[1:]
+def exchange(
+    path: Path, verb: str, target: Path, stop: int, here: Event, *, resume: bool = False
+) -> None:
+    """Do it, and wait for the end of this process amid it.
+
+    Args:
+        path: of the shelf.
+        verb: the name of its method.
+        target: what it exports to or imports from.
+        stop: after how many blocks it waits.
+        here: is set then.
+        resume: whether an import goes on with an earlier one.
+    """
     calls = count(1)
 
     def progress(done: int, total: int) -> None:
-        if next(calls) == int(stop):
-            print("here", flush=True)
+        if next(calls) == stop:
+            here.set()
             time.sleep(600)
 
     with Shelf(path) as shelf:
-        options = {"resume": resume == "1"} if verb.startswith("import") else {}
+        options = {"resume": resume} if verb.startswith("import") else {}
         places = ("in", target) if verb == "import_npy" else (target,)
         getattr(shelf, verb)(*places, progress=progress, **options)
-
-
-if __name__ == "__main__":
-    main()

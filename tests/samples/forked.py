@@ -19,15 +19,15 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-__all__ = ["fork_context", "run_forked", "run_many_forked"]
+__all__ = ["fork_context", "run_forked", "run_many_forked", "run_program"]
 
 # Only NumPy starts threads when it is imported: those of its algebra, which are made for forks.
 _PRELOADED = (
     "numpy", "packhorse.disk", "torch", "torch.distributed.fsdp", "packhorse.disk.dcp",
     "packhorse.wire.exchange", "packhorse.wire.embeddings", "torchrec", "packhorse.torchrec",
-    "killed_writer", "shelf_workload", "snapshot_child", "dcp_ranks", "wire_ranks", "wire_jobs",
-    "wire_device_jobs", "wire_exchange_jobs", "wire_fault_jobs", "wire_training", "embedding_jobs",
-    "torchrec_jobs", "update_ranks",
+    "killed_writer", "shelf_workload", "snapshot_child", "dcp_ranks", "wire_ranks",
+    "wire_jobs", "wire_device_jobs", "wire_exchange_jobs", "wire_fault_jobs", "wire_training",
+    "embedding_jobs", "torchrec_jobs", "update_ranks",
 )  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def run_many_forked(
     """
     context, deadline = fork_context(), time.monotonic() + 120
     processes = [
-        context.Process(target=_run, args=(program, output, [*map(str, some)]))
+        context.Process(target=run_program, args=(program, output, [*map(str, some)]))
         for output, some in zip(outputs, words, strict=True)
     ]
     for process in processes:
@@ -100,7 +100,14 @@ def run_many_forked(
     return codes
 
 
-def _run(program: Path, output: Path, words: list[str]) -> None:
+def run_program(program: Path, output: Path, words: list[str]) -> None:
+    """Runs a program in this process, which is one of `fork_context`.
+
+    Args:
+        program: the file.
+        output: gets what the program prints.
+        words: its arguments.
+    """
     import torch.multiprocessing
 
     torch.set_num_threads(1)

@@ -16,7 +16,7 @@ from disk_record import mark
 
 from packhorse.disk import Shelf
 
-__all__ = ["INTERRUPTER", "create", "fail", "interrupt", "killed_at"]
+__all__ = ["INTERRUPTER", "create", "end_at", "fail", "interrupt"]
 
 EVENTS = {"open", "os.rename", "os.remove", "os.listdir", "os.mkdir", "os.truncate"}
 
@@ -82,13 +82,18 @@ def write(folder: str) -> None:
 WORK = {"create": create, "compact": compact, "write": write}
 
 
+def end_at(what: str, folder: str, n: int) -> None:
+    """Ends this process at call `n`, with code 9, or after its work."""
+    INTERRUPTER.at(n, folder, lambda: os._exit(9))
+    WORK[what](folder)
+    os._exit(0)
+
+
 def killed_at(what: str, folder: str, n: int) -> bool:
     """Whether a process was killed at call `n`; False if it had fewer calls, and is done."""
     child = os.fork()
     if not child:
-        INTERRUPTER.at(n, folder, lambda: os._exit(9))
-        WORK[what](folder)
-        os._exit(0)
+        end_at(what, folder, n)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert code in (0, 9)
     return code == 9

@@ -56,7 +56,7 @@ def fail_in_exchange(how: str, timeout: float) -> list[str]:
     for _ in range(2):
         exchange.exchange(parts)
     if rank == 1:
-        _misbehave(exchange, parts, how)
+        _misbehave(exchange, parts, how, timeout)
     errors = []
     for _ in range(2):
         try:
@@ -66,11 +66,11 @@ def fail_in_exchange(how: str, timeout: float) -> list[str]:
     return errors
 
 
-def _misbehave(exchange: ByteExchange, parts: list[Any], how: str) -> None:
+def _misbehave(exchange: ByteExchange, parts: list[Any], how: str, timeout: float) -> None:
     if how == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "sleeps":
-        time.sleep(6)
+        time.sleep(timeout + 2)  # the others ask a while where it is
     if how == "too much":
         parts[:] = [bytes(9 << 20)] * len(parts)
     if how == "leaves":

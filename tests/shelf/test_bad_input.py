@@ -400,7 +400,7 @@ def test_closing_waits_for_the_transaction_of_another_thread(tmp_path: Path) -> 
             may_end.wait(10)
             shelf["x"] = np.arange(3)
 
-    shelf = Shelf(tmp_path / "data.shelf", timeout=1)
+    shelf = Shelf(tmp_path / "data.shelf", timeout=0.4)
     thread = threading.Thread(target=write)
     thread.start()
     assert begun.wait(10)

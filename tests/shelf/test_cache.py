@@ -131,7 +131,7 @@ def test_rows_that_change_are_read_anew(folder: Path) -> None:
 def test_pointers_of_old_states_are_forgotten() -> None:
     known = Known()
     with at_most(32 * MIB):
-        for serial in range(100):  # a commit makes a new version of the tensor
+        for serial in range(40):  # a commit makes a new version of the tensor
             record = TensorRecord(1, "U8", (1 << 30,), (1,), serial=serial)
             known.pointers(record).update(dict.fromkeys(range(30_000), NO_CHUNK))
     assert len(known.pointers(record)) == 30_000

@@ -1,29 +1,29 @@
 """Exports and imports that are killed: what they left is whole or absent, and can be taken up."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from disk_samples import leftovers
+from exchange_child import exchange
 from exchange_samples import same
+from forked import fork_context
 
 from packhorse.disk import Shelf
 from packhorse.storage.atomic import is_temporary
 
-CHILD = Path(__file__).parent.parent / "samples" / "exchange_child.py"
 FORMATS = ["zarr", "npy", "safetensors"]
 
 
 def kill(shelf: Path, verb: str, path: Path, stop: int, *, resume: bool = False) -> None:
     """Run a verb in another process, and kill that when it has got through some blocks."""
-    command = [sys.executable, str(CHILD), str(shelf), verb, str(path), str(stop), str(int(resume))]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "here\n"
-        child.kill()
-    assert child.returncode == -9
+    here, words = fork_context().Event(), (shelf, verb, path, stop)
+    child = fork_context().Process(target=exchange, args=(*words, here), kwargs={"resume": resume})
+    child.start()
+    assert here.wait(60)
+    child.kill()
+    child.join()
+    assert child.exitcode == -9
 
 
 def make(path: Path) -> dict[str, np.ndarray]:

@@ -14,7 +14,7 @@ from shelf_workload import Ledger, Model, work_until_killed
 
 from packhorse.disk import Shelf
 
-N_KILLS = int(os.environ.get("PACKHORSE_KILLS", "30"))
+N_KILLS = int(os.environ.get("PACKHORSE_KILLS", "15"))
 
 
 def work(folder: Path, log: Path, seed: int, after_s: float) -> Ledger:

@@ -91,8 +91,9 @@ def test_two_readers_beside_a_writer(tmp_path: Path) -> None:
     folder = str(tmp_path / "data.shelf")
     with Shelf(folder) as shelf, shelf.transaction():
         shelf["a"], shelf["b"] = rows_of(0, 100), rows_of(0, 50)
-    until, committed = time.time() + SECONDS, fork_context().Value("q", 0)
+    committed = fork_context().Value("q", 0)
     counts = [fork_context().Value("q", 0) for _ in range(2)]
+    until = time.time() + SECONDS  # the server of `fork_context` runs by now
     processes = [fork_context().Process(target=write, args=(folder, until, committed))]
     for seed, count in enumerate(counts):
         arguments = (folder, until, committed, seed, count)

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import multiprocessing
 import os
 import pickle
 from collections.abc import Iterator
@@ -11,11 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forked import fork_context
 
 from packhorse.disk import Shelf
 from packhorse.errors import ClosedError
-
-PROCESSES = multiprocessing.get_context("spawn")
 
 
 @pytest.fixture
@@ -255,7 +253,7 @@ def test_pickles(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
             assert sums(pickle.loads(pickle.dumps([x]))) == [6]
         assert sums([copy.copy(x), copy.deepcopy(then)]) == [9, 45]
         assert "is open for reading only" in write(both[0])
-        with PROCESSES.Pool(1) as pool:
+        with fork_context().Pool(1) as pool:
             assert pool.apply(sums, ([x, then],)) == [9, 45]
             assert "is open for reading only" in pool.apply(write, (x,))
             x[...] = 4

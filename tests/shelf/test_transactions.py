@@ -219,7 +219,7 @@ def test_threads_that_write_take_turns(shelf: Shelf) -> None:
 
 
 def test_a_thread_waits_for_so_long(tmp_path: Path) -> None:
-    with Shelf(tmp_path / "data.shelf", timeout=0.2) as shelf:
+    with Shelf(tmp_path / "data.shelf", timeout=0.05) as shelf:
         shelf["x"] = np.zeros(3)
         errors: list[str] = []
 
@@ -239,7 +239,7 @@ def test_a_thread_waits_for_so_long(tmp_path: Path) -> None:
             shelf["x"][1] = 1
             in_thread(write).join()
         message = (
-            f"{shelf.path}: a transaction of another thread goes on for more than 0.2 s; end it, "
+            f"{shelf.path}: a transaction of another thread goes on for more than 0.05 s; end it, "
             "or open the shelf with a longer timeout"
         )
         assert errors == [message] * 4

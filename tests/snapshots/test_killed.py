@@ -16,7 +16,7 @@ from snapshot_ledger import Ledger
 
 from packhorse.disk import SnapshotStore
 
-N_KILLS = int(os.environ.get("PACKHORSE_KILLS", "30"))
+N_KILLS = int(os.environ.get("PACKHORSE_KILLS", "15"))
 
 
 def test_killed_writers_lose_nothing(tmp_path: Path) -> None:
@@ -32,7 +32,7 @@ def test_killed_writers_lose_nothing(tmp_path: Path) -> None:
         if kind is not None:
             killed_in[kind] += 1
         expected.check(SnapshotStore(folder))
-        if i % 10 == 9:
+        if i % 5 == 4:
             writer = SnapshotStore(folder)
             writer.take(f"after {i}", make_state(i))
             expected.seeds[f"after {i}"] = i

@@ -1,16 +1,14 @@
 """Snapshots in S3, over HTTP, from several processes. Needs moto's server and s3fs."""
 
-import json
-import signal
-import subprocess
-import sys
 import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from multiprocessing.sharedctypes import Synchronized
 from typing import Any
 
 import pytest
+from forked import fork_context
 from snapshot_child import make_state
 from snapshot_samples import Run, assert_same
 
@@ -22,15 +20,13 @@ pytest.importorskip("s3fs")
 moto = pytest.importorskip("moto.server")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what the libraries of AWS are warned of
 
-CHILD = """
-import json, sys
-from packhorse.disk import SnapshotStore
-from snapshot_child import make_state
-store = SnapshotStore("s3://snapshots/killed", storage_options=json.loads(sys.argv[1]))
-for seed in range(10**6):
-    store.take(f"s{seed}", make_state(seed))
-    print(seed, flush=True)
-"""
+
+def take_until_killed(options: dict[str, Any], taken: Synchronized) -> None:
+    """Take one snapshot after the other. Counts those that are reported."""
+    store = SnapshotStore("s3://snapshots/killed", storage_options=options)
+    for seed in range(10**6):
+        store.take(f"s{seed}", make_state(seed))
+        taken.value = seed + 1
 
 
 @pytest.fixture(scope="module")
@@ -88,30 +84,34 @@ def test_a_killed_writer_and_a_reader_at_work(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader = SnapshotStore("s3://snapshots/killed", storage_options=options)
-    path = [entry for entry in sys.path if entry]
-    code = f"import sys; sys.path[:0] = {path!r}\n{CHILD}"
-    with subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", code, json.dumps(options)], stdout=subprocess.PIPE
-    ) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
-        end = time.monotonic() + 1
-        while time.monotonic() < end:
-            for name in reader.names():
-                assert_same(reader.restore(name), make_state(int(name[1:])))
-        child.send_signal(signal.SIGKILL)
-        told = [int(line) for line in child.stdout.read().split()]
+    taken = fork_context().Value("q", 0)
+    child = fork_context().Process(target=take_until_killed, args=(options, taken))
+    child.start()
+    end = time.monotonic() + 60
+    while not taken.value:
+        assert child.is_alive()
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        for name in reader.names():
+            assert_same(reader.restore(name), make_state(int(name[1:])))
+    child.kill()
+    child.join()
     monkeypatch.setattr(lock, "void_after_s", 0.0)  # as if the lease had ended
+    monkeypatch.setattr(lock, "settle_s", 0.0)  # nobody else takes it over
     writer = SnapshotStore("s3://snapshots/killed", storage_options=options)
     writer.take("next", make_state(7))
     names = writer.names()
-    assert {f"s{seed}" for seed in told} <= set(names)
+    assert {f"s{seed}" for seed in range(taken.value)} <= set(names)
     for name in names[:-1]:
         assert_same(writer.restore(name), make_state(int(name[1:])))
     assert writer.verify() == []
 
 
-def test_objects_that_stand_for_folders_and_empty_ones(options: dict[str, Any]) -> None:
+def test_objects_that_stand_for_folders_and_empty_ones(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The S3 console makes an empty object for each folder."""
     import s3fs
 
@@ -136,5 +136,6 @@ def test_objects_that_stand_for_folders_and_empty_ones(options: dict[str, Any]) 
         again.restore("a")
     again.take("c", make_state(3))
     assert [problem.snapshot for problem in again.verify()] == ["a"]
+    monkeypatch.setattr(lock, "settle_s", 0.0)
     fs.pipe_file("snapshots/marked/writer.lock", b"")  # nobody's
     SnapshotStore("s3://snapshots/marked", storage_options=options).take("d", {})

@@ -5,12 +5,13 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from cli_samples import run_command
+from cli_samples import Ended, run_command
 from snapshot_samples import assert_same
 
 from packhorse.codecs.content import crc32c
@@ -125,14 +126,16 @@ def test_list_verify_and_prune_tell_of_the_same_manifest(
     assert_same(SnapshotStore(folder).restore("s1"), state_of(1))
 
 
-def test_the_command_tells_of_a_manifest_beside_a_good_one(folder: Path) -> None:
+def test_the_command_tells_of_a_manifest_beside_a_good_one(
+    folder: Path, run: Callable[..., Ended]
+) -> None:
     stray = put_stray(folder, "s1", 0)
     for verb, key in (("list", "damaged"), ("show", "damaged"), ("verify", "problems")):
-        done = run_command("snapshot", verb, folder)
+        done = run("snapshot", verb, folder)
         assert done.code == 1
         (line,) = [line for line in done.out.splitlines() if line.startswith("bad: ")]
         assert line.startswith(f"bad: snapshot 's1': {stray}: ")
-        done = run_command("snapshot", verb, folder, "--json")
+        done = run("snapshot", verb, folder, "--json")
         assert done.code == 1
         (row,) = json.loads(done.out)["results"][0][key]
         assert (row["snapshot"], row["file"]) == ("s1", str(stray))

@@ -29,7 +29,8 @@ def test_long_tensors_travel_in_pieces(fill: str, tmp_path: Path) -> None:
     ("size", "choice"), [(1, "packed"), (2, "packed"), (2, "raw"), (4, "packed"), (3, "raw")]
 )
 def test_reductions_have_the_bits_of_a_plain_one(size: int, choice: str, tmp_path: Path) -> None:
-    found = values(run_ranks(size, jobs.reductions, choice, [1, 999], store=tmp_path / "store"))
+    sizes = [1, 999] if size <= 2 else [999]  # each dtype, with as few elements as can be
+    found = values(run_ranks(size, jobs.reductions, choice, sizes, store=tmp_path / "store"))
     assert found == [[]] * size
 
 
