@@ -26,16 +26,10 @@ EXAMPLE = EXAMPLES / "train_with_snapshots.py"
 
 
 def run(example: Path, output: Path, *options: object) -> tuple[int, str]:
-    """Run an example as users do. Returns its exit code and what it printed."""
-    command = [sys.executable, str(example), *map(str, options)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with output.open("w") as file:
-        code = subprocess.run(command, env=environment, stdout=file, timeout=120).returncode
-    return code, output.read_text()
-
-
-def run_again(example: Path, output: Path, *options: object) -> tuple[int, str]:
-    """The same, in a process that need not import PyTorch again."""
+    """Run an example in processes that need not import PyTorch again. Returns its exit code and
+    what it printed. Users' processes start one another by "spawn", which imports the example: that
+    must do nothing."""
+    runpy.run_path(str(example), run_name="__mp_main__")
     return run_forked(example, output, *options), output.read_text()
 
 
@@ -52,12 +46,12 @@ def test_a_killed_run_goes_on_to_the_identical_losses(tmp_path: Path) -> None:
     assert code == 0
     assert list(whole) == list(range(1, 61))
 
-    code, printed = run_again(EXAMPLE, output, tmp_path / "killed", *options, "--kill-at", 38)
+    code, printed = run(EXAMPLE, output, tmp_path / "killed", *options, "--kill-at", 38)
     first = losses_of(printed)
     assert code == -9
     assert list(first) == list(range(1, 39))
     taken = SnapshotStore(tmp_path / "killed").names()
-    code, printed = run_again(EXAMPLE, output, tmp_path / "killed", *options)
+    code, printed = run(EXAMPLE, output, tmp_path / "killed", *options)
     line, second = printed.partition("\n")[0], losses_of(printed)
     assert code == 0
     assert line == f"resumed from {taken[-1]} of {len(taken)} snapshots"
@@ -115,20 +109,16 @@ def test_the_guide_to_packed_weights_runs(
     assert isinstance(names["layer"], PackedLinear)
 
 
-def test_ddp_with_packed_gradients_has_the_same_losses() -> None:
+def test_ddp_with_packed_gradients_has_the_same_losses(tmp_path: Path) -> None:
     example = EXAMPLES / "wire_ddp.py"
     assert len(example.read_text().splitlines()) < 60
-    done = subprocess.run(
-        [sys.executable, example, "--steps", "12", "--choice", "packed"],
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    first, last = map(float, re.findall(r"\d\.\d+", done.stdout.splitlines()[0]))
+    code, printed = run(example, tmp_path / "printed", "--steps", 12, "--choice", "packed")
+    assert code == 0
+    first, last = map(float, re.findall(r"\d\.\d+", printed.splitlines()[0]))
     assert last < first
-    assert "the losses are the same: True" in done.stdout
-    assert re.search(
-        r"^all_reduce float32 to 2 MiB ddp  packed .* choice is packed$", done.stdout, re.M
-    )
+    assert "the losses are the same: True" in printed
+    words = r"^all_reduce float32 to 2 MiB ddp  packed .* choice is packed$"
+    assert re.search(words, printed, re.M)
 
 
 def test_a_graph_with_packed_features_has_the_same_losses(
@@ -260,8 +250,8 @@ def test_embeddings_on_two_processes_learn(tmp_path: Path) -> None:
     assert len(example.read_text().splitlines()) < 60
 
     found = []
-    for how, options in ((run, []), (run_again, ["--bounded"])):
-        code, printed = how(example, tmp_path / "printed", *options)
+    for options in ([], ["--bounded"]):
+        code, printed = run(example, tmp_path / "printed", *options)
         assert code == 0
         (nbytes,) = re.findall(r"^([\d,]+) B sent in a step$", printed, re.MULTILINE)
         found.append((float(losses_of(printed)[60]), int(nbytes.replace(",", ""))))

@@ -5,12 +5,11 @@ values.
 """
 
 import hashlib
+import io
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -281,26 +280,36 @@ def test_minimum_speed_counts_from_its_bar(scripts: dict[str, ModuleType]) -> No
     assert check.compare(_row("packhorse", 1.0, 2.1), []) == (2.1, 2.1, "2.10 GB/s")
 
 
-def _run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(FOLDER / "run.py"), "snapshots", *options]
-    # With these of malloc it need not start itself again; those of `test_run.py` do.
-    environment = {**os.environ, **RECYCLING_MALLOC, "PACKHORSE_BENCH_DATA": str(folder)}
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
+@pytest.fixture(scope="module")
+def run(
+    scripts: dict[str, ModuleType], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., tuple[str, dict[str, Any]]]:
+    """Run the command in this process: what it prints, and the figures that it keeps."""
+
+    def call(*options: str) -> tuple[str, dict[str, Any]]:
+        kept, printed = tmp_path_factory.mktemp("run") / "kept.json", io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+            # With these of malloc it need not start itself again; those of `test_run.py` do.
+            for name, value in RECYCLING_MALLOC.items():
+                patch.setenv(name, value)
+            assert scripts["run"].main(["snapshots", *options, "--json", str(kept)]) == 0
+        return printed.getvalue(), json.loads(kept.read_text())
+
+    return call
 
 
-@cache
-def _small_run(folder: Path) -> str:
+@pytest.fixture(scope="module")
+def small_run(run: Callable[..., tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     codecs = ["np.copyto", "packhorse", "packhorse-full", "xor+zstandard-3", "bitx-like"]
-    done = _run(folder, "--rounds", "1", "--json", "/dev/stderr", "--codec", *codecs)
-    assert done.returncode == 0, done.stderr
-    assert "### state_128 (0.1 MB" in done.stdout
-    return done.stderr
+    printed, result = run("--rounds", "1", "--codec", *codecs)
+    assert "### state_128 (0.1 MB" in printed
+    return result
 
 
 def test_document_has_every_pair_codec_target_and_loss(
-    scripts: dict[str, ModuleType], cache_folder: Path
+    scripts: dict[str, ModuleType], small_run: dict[str, Any]
 ) -> None:
-    result = json.loads(_small_run(cache_folder))
+    result = deepcopy(small_run)
     rival = next(row for row in result["rows"] if row["codec"] == "bitx-like")
     rival["ratio"] = 99.0
     document = scripts["snapshots.report"].document(result)
@@ -336,17 +345,15 @@ def test_figures_are_kept_of_a_whole_run_only(
     assert "needs a whole run" in capsys.readouterr().err
 
 
-@cache
-def _small_history(folder: Path) -> str:
-    done = _run(folder, "--part", "history", "--json", "/dev/stderr")
-    assert done.returncode == 0, done.stderr
-    assert "12 checkpoints, 8 steps apart" in done.stdout
-    return done.stderr
+@pytest.fixture(scope="module")
+def small_history(run: Callable[..., tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    printed, result = run("--part", "history")
+    assert "12 checkpoints, 8 steps apart" in printed
+    return result
 
 
-def test_every_store_takes_and_restores_a_history(cache_folder: Path) -> None:
-    result = json.loads(_small_history(cache_folder))
-    history = result["history"]
+def test_every_store_takes_and_restores_a_history(small_history: dict[str, Any]) -> None:
+    result, history = small_history, small_history["history"]
     assert result["rows"] == []
     assert history["steps"] == [*HISTORY]
     assert tuple(row["store"] for row in history["rows"]) == STORES
@@ -371,11 +378,11 @@ def test_every_store_takes_and_restores_a_history(cache_folder: Path) -> None:
 
 
 def test_document_and_picture_have_the_history(
-    scripts: dict[str, ModuleType], cache_folder: Path
+    scripts: dict[str, ModuleType], small_run: dict[str, Any], small_history: dict[str, Any]
 ) -> None:
-    result = json.loads(_small_run(cache_folder))
+    result = deepcopy(small_run)
     assert "Not in this run." in scripts["snapshots.report"].document(result)
-    result["history"] = json.loads(_small_history(cache_folder))["history"]
+    result["history"] = deepcopy(small_history["history"])
     result["history"]["absent"] = {"other": "No module named 'other'"}
     document = scripts["snapshots.report"].document(result)
     for name in STORES:

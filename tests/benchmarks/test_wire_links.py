@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from benchmark_modules import import_afresh
+from forked_ranks import fork_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT / "tests" / "samples"
@@ -141,21 +142,27 @@ def test_ranks_on_the_loopback_run_a_function(wire: dict[str, ModuleType], path:
     ],
 )
 def test_a_failure_of_one_rank_ends_all_and_is_shown(
-    wire: dict[str, ModuleType], path: None, function: str, words: str
+    wire: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, function: str, words: str
 ) -> None:
+    fork_ranks(monkeypatch, wire["ranks"])
     with wire["links"].loopback() as links, pytest.raises(wire["ranks"].RankError, match=words):
         wire["ranks"].launch(links, f"wire_functions:{function}", {}, world=2, timeout=60)
 
 
 def test_ranks_that_do_not_end_are_ended(
-    wire: dict[str, ModuleType], path: None, tmp_path: Path
+    wire: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    options = {"folder": str(tmp_path)}
+    """With a program in the place of Python that hangs as soon as it starts."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 1000\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(wire["ranks"].sys, "executable", str(python))
     before = _children()
-    words = r"ranks \[0\] did not end in 8 s"
+    words = r"ranks \[0\] did not end in 1 s"
     with wire["links"].loopback() as links, pytest.raises(wire["ranks"].RankError, match=words):
-        wire["ranks"].launch(links, "wire_functions:hang", options, world=1, timeout=8)
+        wire["ranks"].launch(links, "wire_functions:hang", {}, world=1, timeout=1)
     assert _children() <= before
+    assert not _is_alive(int((tmp_path / "pid").read_text()))
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from benchmark_modules import import_afresh
+from forked_ranks import fork_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 RATES = {"100M": 100_000_000, "1G": 1_000_000_000, "5G": 5_000_000_000, "unshaped": None}
@@ -18,9 +19,13 @@ MB = 1_000_000
 
 @pytest.fixture(scope="module")
 def wire() -> Iterator[dict[str, ModuleType]]:
-    """The modules that make tables and run scenarios."""
-    names = ("crossover", "fsdp", "links", "measure", "report", "rounds", "scenarios")
-    with import_afresh(*(f"wire.{name}" for name in names)) as modules:
+    """The modules that make tables and run scenarios, on ranks that are forked."""
+    names = ("crossover", "fsdp", "links", "measure", "ranks", "report", "rounds", "scenarios")
+    with (
+        import_afresh(*(f"wire.{name}" for name in names)) as modules,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        fork_ranks(patch, modules["wire.ranks"])
         yield {name.partition(".")[2]: module for name, module in modules.items()}
 
 
