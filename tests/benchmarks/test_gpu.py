@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import fork_context
 
 from benchmarks.common import figures
 from benchmarks.gpu import (
@@ -84,7 +86,12 @@ def test_every_part_runs_on_a_tiny_scale(tmp_path: Path, run_form: Callable[...,
 
 
 @interpreted
-def test_collectives_run_on_a_tiny_scale(tmp_path: Path, run_form: Callable[..., int]) -> None:
+def test_collectives_run_on_a_tiny_scale(
+    tmp_path: Path, run_form: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_context()  # its processes have imported PyTorch
+    spawn = partial(torch.multiprocessing.start_processes, start_method="forkserver")
+    monkeypatch.setattr(torch.multiprocessing, "spawn", spawn)
     out = tmp_path / "kept.json"
     assert run_form("collectives", "--smoke", "--rounds", 1, "--out", out) == 0
     kept = json.loads(out.read_text())
