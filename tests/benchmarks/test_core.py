@@ -6,7 +6,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from offline_kernels import KEPT_PROGRAMS
+from tests.samples.offline_kernels import KEPT_PROGRAMS
 
 from benchmarks import core, entropy
 

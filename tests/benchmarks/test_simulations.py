@@ -3,14 +3,11 @@ the kept figures beside what the model of time says today."""
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from offline_kernels import KEPT_KERNELS
+from tests.samples.offline_kernels import run_offline
 
 from benchmarks.gpu import issue, kept_simulations
 from benchmarks.gpu.kept_simulations import Agreement, Kept, Row
@@ -94,12 +91,7 @@ def test_bank_conflicts_are_those_that_the_emulator_counted() -> None:
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, Any]:
     script = ROOT / "tests" / "samples" / "simulate_division.py"
-    environment = os.environ | {"TRITON_CACHE_DIR": str(KEPT_KERNELS), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(run_offline(script))
     return found
 
 

@@ -2,8 +2,6 @@
 pickles of earlier runs, random states, and Fabric."""
 
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forked import run_forked
 from torch.utils.data import DataLoader, TensorDataset
 from training_samples import one_thread
 
@@ -284,8 +283,8 @@ def test_an_error_in_the_background_is_raised(tmp_path: Path) -> None:
 
 
 def test_pytorch_lightning_loads_it_too(tmp_path: Path) -> None:
-    code = (
-        "import warnings; warnings.simplefilter('ignore')\n"
+    (tmp_path / "program.py").write_text(
+        "import os, sys, warnings; os.chdir(sys.argv[1]); warnings.simplefilter('ignore')\n"
         "import lightning.pytorch as other, pytorch_lightning as pl\n"
         "from pytorch_lightning.demos.boring_classes import BoringModel\n"
         "from packhorse.lightning import *\n"
@@ -303,7 +302,4 @@ def test_pytorch_lightning_loads_it_too(tmp_path: Path) -> None:
         "other.Trainer(plugins=[io], accelerator='cpu', **quiet)\n"
         "import pickle; pickle.loads(pickle.dumps(io))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    assert run_forked(tmp_path / "program.py", tmp_path / "printed", tmp_path) == 0

@@ -9,7 +9,7 @@ import torch
 import triton
 from bounded_samples import NUMPY, ROUNDINGS, raw
 from numpy.typing import NDArray
-from offline_kernels import compile_offline
+from tests.samples.offline_kernels import compile_offline
 
 from packhorse.codecs.bounded import (
     Rounding,

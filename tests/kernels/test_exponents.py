@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 from numpy.typing import NDArray
-from offline_kernels import compile_offline
+from tests.samples.offline_kernels import compile_offline
 from wire_jobs import trained
 
 from packhorse.kernels.exponents import (

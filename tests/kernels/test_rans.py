@@ -7,10 +7,7 @@ With TRITON_INTERPRET=0 all tests run on a GPU, where they notice only writes be
 """
 
 import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,8 +20,8 @@ import torch
 from codec_battery import guarded_output
 from frame_builder import Coding, Constant, Palette, Rans, Stored, build_frame
 from lying_frames import LIES
-from offline_kernels import KEPT_KERNELS
 from plan_samples import floats, header_of, plan_of
+from tests.samples.offline_kernels import run_offline
 from triton import knobs
 
 from packhorse.codecs.base import STATUS_WORDS
@@ -429,13 +426,7 @@ def test_large_tensors_on_a_gpu(kind: str) -> None:
 
 def test_kernels_compile_to_few_instructions() -> None:
     """Compiles offline, for two architectures, in a process without the interpreter."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(KEPT_KERNELS), "TRITON_INTERPRET": "0"}
-    script = Path(__file__).parents[1] / "samples" / "rans_sass.py"
-    done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    counts = json.loads(done.stdout)
+    counts = json.loads(run_offline(Path(__file__).parents[1] / "samples" / "rans_sass.py"))
     assert {row["architecture"] for row in counts} == {80, 90}
     for row in counts:
         assert row["spills"] == 0, row

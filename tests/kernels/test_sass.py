@@ -6,15 +6,12 @@ interpreter is on in this one. docs/decisions.md has the budget from which the l
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import triton
-from offline_kernels import KEPT_KERNELS
+from tests.samples.offline_kernels import run_offline
 
 from benchmarks.gpu.triton_sources import source_hash
 from packhorse.device import counts as model_counts
@@ -52,9 +49,7 @@ SHARED_NBYTES = {90: 227 << 10, 80: 163 << 10}  # of a program, by NVIDIA's tabl
 @pytest.fixture(scope="module")
 def counts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     path = tmp_path_factory.mktemp("sass") / "counts.json"
-    command = [sys.executable, str(TOOL), "sass", "--brief", "--json", str(path)]
-    environment = os.environ | {"TRITON_CACHE_DIR": str(KEPT_KERNELS)}
-    subprocess.run(command, check=True, env=environment, timeout=600, capture_output=True)
+    run_offline(TOOL, "sass", "--brief", "--json", path)
     rows: list[dict[str, Any]] = json.loads(path.read_text())["counts"]
     return rows
 

@@ -10,9 +10,9 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from offline_kernels import KEPT_KERNELS
 from tests.ptx.stream import errors_of, multiply
 from tests.ptx.values import to_bf16
+from tests.samples.offline_kernels import KEPT_KERNELS
 from weight_samples import MATRICES, model_rows
 
 from benchmarks.gpu.hazards import find_hazards, without_waits

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from offline_kernels import compile_offline
 from table_samples import float_rows, named_tables
 from tests.ptx.faults import Fault
 from tests.ptx.machine import Launch, run_grid
 from tests.ptx.memory import GlobalMemory
 from tests.ptx.program import parse
+from tests.samples.offline_kernels import compile_offline
 
 from benchmarks.data.table_formats import FORMATS
 from packhorse.host.device_cost import instructions_of

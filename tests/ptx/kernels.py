@@ -6,9 +6,6 @@ module reads what that process wrote.
 """
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -18,7 +15,7 @@ from tests.ptx.machine import Launch, run_grid
 from tests.ptx.memory import GlobalMemory
 from tests.ptx.program import Program, parse
 from tests.ptx.values import from_bf16, to_bf16
-from tests.samples.offline_kernels import KEPT_KERNELS
+from tests.samples.offline_kernels import run_offline
 
 from packhorse.codecs import weights as codec
 from packhorse.layout import WEIGHT_FORMATS
@@ -113,15 +110,7 @@ def compile_cases(cases: list[Case], folder: Path) -> None:
     """Compiles the kernels of some cases in another process, and writes their PTX to a folder."""
     path = folder / "cases.json"
     path.write_text(json.dumps([asdict(case) for case in cases]))
-    extra = [os.environ.get("PACKHORSE_TRITON"), os.environ.get("PYTHONPATH")]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(part for part in extra if part),
-        "TRITON_CACHE_DIR": str(KEPT_KERNELS),
-    }
-    command = [sys.executable, "-m", "tests.ptx.compile_child", str(path)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
+    run_offline(ROOT / "tests" / "ptx" / "compile_child.py", path)
 
 
 @dataclass(frozen=True)
