@@ -8,6 +8,7 @@ so that the tests of one file wait only for what that file needs.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -110,6 +111,7 @@ def run_program(program: Path, output: Path, words: list[str]) -> None:
     """
     import torch.multiprocessing
 
+    gc.freeze()  # the garbage collector need not look at what the server has imported
     torch.set_num_threads(1)
     torch.multiprocessing.spawn = partial(
         torch.multiprocessing.start_processes, start_method="fork"

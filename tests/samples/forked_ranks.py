@@ -3,6 +3,7 @@
 What a rank runs is the same; only how it starts differs from `ranks.launch` as it is, which
 `test_wire_links.py` tests."""
 
+import gc
 import os
 from contextlib import ExitStack
 from multiprocessing.context import ForkServerProcess
@@ -56,4 +57,5 @@ def _run(folder: Path, rank: int, errors: Path, device: str) -> None:
     from benchmarks.wire import one_rank
 
     one_rank._die_with = lambda parent: None  # the parent of a forked process is the server
+    gc.freeze()  # rounds collect garbage, and need not look at all that the server has imported
     one_rank.main(folder, rank)

@@ -20,6 +20,7 @@ def train(rank: int, folder: Path) -> None:
     """What each process does; the environment says what `torchrun` would say there."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # asked for, and not used
+    os.environ["OMP_NUM_THREADS"] = "1"  # or accelerate takes all cores for each
     torch.distributed.init_process_group(
         "gloo", f"file://{folder}/ranks", rank=rank, world_size=WORLD
     )
