@@ -111,9 +111,9 @@ def killed(rank: int, size: int) -> None:
 
 def silent(rank: int, size: int) -> None:
     """The sender does nothing."""
-    transport = GroupTransport(timeout=0.5)
+    transport = GroupTransport(timeout=1)
     if rank == 0:
-        time.sleep(1.5)
+        time.sleep(2.5)
         return
     try:
         transport.broadcast()

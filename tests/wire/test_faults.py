@@ -130,11 +130,11 @@ def test_a_dead_rank_is_named_even_if_it_served_the_store(
 
 
 def test_a_rank_that_does_not_come_is_named_after_the_time_out(tmp_path: Path) -> None:
-    job = ("sleeps", "all_gather", "packed", 1)
+    job = ("sleeps", "all_gather", "packed", 2)
     outcomes = run_ranks(3, jobs.errors_of, *job, store=tmp_path / "store")
     found = errors(outcomes)
     assert len(found) == 1, found
-    words = "PeerError: rank 1 did not appear within 1 s"
+    words = "PeerError: rank 1 did not appear within 2 s"
     assert next(iter(found)).startswith(words)
 
 
