@@ -85,36 +85,32 @@ PACKHORSE_INLINE void decode_four_lanes(const uint32_t* table, uint32_t* states,
     words += taken / 8;
 }
 
-// Decodes full rounds of 4 or 16 lanes. The caller knows that there are n_rounds * n_lanes words,
-// and one register of words more.
-template <uint32_t kLanesLog>
-PACKHORSE_INLINE void decode_rounds_unchecked(RansDecoder& decoder, std::size_t n_rounds,
-                                              uint8_t* dst) {
-    constexpr uint32_t kLanes = 1u << kLanesLog;
-    uint32_t states[kLanes];
-    std::memcpy(states, decoder.states, sizeof states);
+// Decodes full rounds. The caller knows that there are n_rounds * n_lanes words, and one register
+// of words more. With a constant number of lanes, states live in registers.
+PACKHORSE_INLINE void decode_rounds_unchecked(RansDecoder& decoder, uint32_t lanes_log,
+                                              std::size_t n_rounds, uint8_t* dst) {
+    const uint32_t n_lanes = 1u << lanes_log;
+    uint32_t states[kMaxLanes];
+    std::memcpy(states, decoder.states, n_lanes * sizeof *states);
     const uint8_t* words = decoder.words;
-    for (std::size_t r = 0; r < n_rounds; ++r, dst += kLanes)
+    for (std::size_t r = 0; r < n_rounds; ++r, dst += n_lanes)
 #pragma GCC unroll 4
-        for (uint32_t lane = 0; lane < kLanes; lane += 4)
-            decode_four_lanes(decoder.table(), states, lane, kLanesLog, words, dst);
-    std::memcpy(decoder.states, states, sizeof states);
+        for (uint32_t lane = 0; lane < n_lanes; lane += 4)
+            decode_four_lanes(decoder.table(), states, lane, lanes_log, words, dst);
+    std::memcpy(decoder.states, states, n_lanes * sizeof *states);
     decoder.words = words;
 }
 
 // Does that for any number of lanes. Encoders use 4, 16 and 128.
 PACKHORSE_INLINE void decode_rounds_any(RansDecoder& decoder, std::size_t n_rounds, uint8_t* dst) {
-    const uint32_t lanes_log = decoder.lanes_log;
-    if (lanes_log == kMinLanesLog)
-        return decode_rounds_unchecked<kMinLanesLog>(decoder, n_rounds, dst);
-    if (lanes_log == kShortLanesLog)
-        return decode_rounds_unchecked<kShortLanesLog>(decoder, n_rounds, dst);
-    const uint32_t n_lanes = 1u << lanes_log;
-    const uint8_t* words = decoder.words;
-    for (std::size_t r = 0; r < n_rounds; ++r, dst += n_lanes)
-        for (uint32_t lane = 0; lane < n_lanes; lane += 4)
-            decode_four_lanes(decoder.table(), decoder.states, lane, lanes_log, words, dst);
-    decoder.words = words;
+    switch (decoder.lanes_log) {
+        case kMinLanesLog:
+            return decode_rounds_unchecked(decoder, kMinLanesLog, n_rounds, dst);
+        case kShortLanesLog:
+            return decode_rounds_unchecked(decoder, kShortLanesLog, n_rounds, dst);
+        default:
+            return decode_rounds_unchecked(decoder, decoder.lanes_log, n_rounds, dst);
+    }
 }
 
 inline void decode_rounds_portable(RansDecoder& decoder, std::size_t n_rounds, uint8_t* dst,

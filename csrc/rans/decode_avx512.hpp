@@ -27,29 +27,42 @@ PACKHORSE_AVX512 PACKHORSE_INLINE __m256i load_eight(const uint32_t* table, cons
     return _mm256_blend_epi32(low, high, 0xF0);
 }
 
-// Computes the new states of 16 lanes, before words are filled in.
+// The new states of 16 lanes, before words are filled in.
+PACKHORSE_AVX512 PACKHORSE_INLINE __m512i next_states_avx512(__m512i state, __m512i entry) {
+    const __m512i slot_mask = _mm512_set1_epi32(kProbSum - 1);
+    const __m512i rank =
+        _mm512_and_si512(_mm512_add_epi32(state, _mm512_srli_epi32(entry, kProbBits)), slot_mask);
+    const __m512i freq = _mm512_and_si512(entry, slot_mask);
+    return _mm512_add_epi32(_mm512_mullo_epi32(freq, _mm512_srli_epi32(state, kProbBits)), rank);
+}
+
+PACKHORSE_AVX512 PACKHORSE_INLINE __mmask16 need_words_avx512(__m512i next) {
+    return _mm512_cmplt_epu32_mask(next, _mm512_set1_epi32(kStateLowerBound));
+}
+
+// Fills in the words of the lanes that need one. The low half of a shifted state is zero, so the
+// state is complete when words are expanded over that half under the mask.
+PACKHORSE_AVX512 PACKHORSE_INLINE __m512i fill_in_words_avx512(__m512i next, __mmask16 need,
+                                                               const uint8_t*& words) {
+    const __m512i fresh =
+        _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(words)));
+    words += 2 * static_cast<std::size_t>(__builtin_popcount(need));
+    return _mm512_mask_or_epi32(next, need, _mm512_slli_epi32(next, 16),
+                                _mm512_maskz_expand_epi32(need, fresh));
+}
+
+// Computes the new states of 16 lanes in memory, before words are filled in.
 PACKHORSE_AVX512 PACKHORSE_INLINE __m512i step_avx512(const LanesAvx512& lanes, std::size_t lane,
                                                       const uint32_t* table, __m512i& entry) {
     const __m512i low = _mm512_castsi256_si512(load_eight(table, lanes.slot + lane));
     entry = _mm512_inserti64x4(low, load_eight(table, lanes.slot + lane + 8), 1);
-    const __m512i state = _mm512_load_si512(lanes.state + lane);
-    const __m512i slot_mask = _mm512_set1_epi32(kProbSum - 1);
-    const __m512i rank =
-        _mm512_and_si512(_mm512_add_epi32(state, _mm512_srli_epi32(entry, kProbBits)), slot_mask);
-    return _mm512_add_epi32(
-        _mm512_mullo_epi32(_mm512_and_si512(entry, slot_mask), _mm512_srli_epi32(state, kProbBits)),
-        rank);
+    return next_states_avx512(_mm512_load_si512(lanes.state + lane), entry);
 }
 
 // Fills in words and stores the states with their slots.
 PACKHORSE_AVX512 PACKHORSE_INLINE void refill_avx512(__m512i next, const uint8_t*& words,
                                                      LanesAvx512& lanes, std::size_t lane) {
-    const __mmask16 need = _mm512_cmplt_epu32_mask(next, _mm512_set1_epi32(kStateLowerBound));
-    const __m512i fresh =
-        _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(words)));
-    words += 2 * static_cast<std::size_t>(__builtin_popcount(need));
-    const __m512i state = _mm512_or_si512(_mm512_mask_slli_epi32(next, need, next, 16),
-                                          _mm512_maskz_expand_epi32(need, fresh));
+    const __m512i state = fill_in_words_avx512(next, need_words_avx512(next), words);
     _mm512_store_si512(lanes.state + lane, state);
     _mm512_store_si512(lanes.slot + lane, _mm512_and_si512(state, _mm512_set1_epi32(kProbSum - 1)));
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/dispatch.hpp"
+#include "rans/decode_avx512.hpp"
 #include "rans/decoder.hpp"
 #include "rans/tables_avx512.hpp"
 
@@ -60,19 +61,8 @@ struct WideBucketsAvx512 {
 // Decodes 16 lanes whose entries are known.
 PACKHORSE_AVX512 PACKHORSE_INLINE void decode_step_avx512(__m512i& state, __m512i entry,
                                                           const uint8_t*& words) {
-    const __m512i slot_mask = _mm512_set1_epi32(kProbSum - 1);
-    const __m512i rank =
-        _mm512_and_si512(_mm512_add_epi32(state, _mm512_srli_epi32(entry, kProbBits)), slot_mask);
-    const __m512i freq = _mm512_and_si512(entry, slot_mask);
-    state = _mm512_add_epi32(_mm512_mullo_epi32(freq, _mm512_srli_epi32(state, kProbBits)), rank);
-    const __mmask16 need = _mm512_cmplt_epu32_mask(state, _mm512_set1_epi32(kStateLowerBound));
-    const __m512i fresh =
-        _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(words)));
-    // The low half of a shifted state is zero, so the state is complete when words are expanded
-    // over that half under the mask.
-    const __m512i shifted = _mm512_slli_epi32(state, 16);
-    state = _mm512_mask_or_epi32(state, need, shifted, _mm512_maskz_expand_epi32(need, fresh));
-    words += 2 * static_cast<std::size_t>(__builtin_popcount(need));
+    const __m512i next = next_states_avx512(state, entry);
+    state = fill_in_words_avx512(next, need_words_avx512(next), words);
 }
 
 // Decodes 32 lanes. The top bytes of the entries are the units.

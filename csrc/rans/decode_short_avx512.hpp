@@ -9,6 +9,7 @@
 #include <bit>
 
 #include "common/dispatch.hpp"
+#include "rans/decode_avx512.hpp"
 #include "rans/decoder.hpp"
 #include "rans/tables_avx512.hpp"
 
@@ -22,14 +23,6 @@ struct ShortStepAvx512 {
     __mmask16 need;
 };
 
-PACKHORSE_AVX512 PACKHORSE_INLINE __m512i next_states_avx512(__m512i state, __m512i entry) {
-    const __m512i slot_mask = _mm512_set1_epi32(kProbSum - 1);
-    const __m512i rank =
-        _mm512_and_si512(_mm512_add_epi32(state, _mm512_srli_epi32(entry, kProbBits)), slot_mask);
-    const __m512i freq = _mm512_and_si512(entry, slot_mask);
-    return _mm512_add_epi32(_mm512_mullo_epi32(freq, _mm512_srli_epi32(state, kProbBits)), rank);
-}
-
 // Entries are loaded from the table of 4096.
 class LoadedEntriesAvx512 {
   public:
@@ -40,7 +33,7 @@ class LoadedEntriesAvx512 {
         const __m512i slot = _mm512_and_si512(state, _mm512_set1_epi32(kProbSum - 1));
         const __m512i entry = _mm512_i32gather_epi32(slot, table_, sizeof *table_);
         const __m512i next = next_states_avx512(state, entry);
-        return {entry, next, _mm512_cmplt_epu32_mask(next, _mm512_set1_epi32(kStateLowerBound))};
+        return {entry, next, need_words_avx512(next)};
     }
 
   private:
@@ -104,11 +97,7 @@ PACKHORSE_AVX512 inline void decode_rounds_short_avx512(RansDecoder& decoder, st
     const uint8_t* words = decoder.words;
     for (std::size_t r = 0; r < n_rounds; ++r, dst += 16) {
         const ShortStepAvx512 step = entries.step(state);
-        const __m512i fresh =
-            _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(words)));
-        state = _mm512_mask_or_epi32(step.next, step.need, _mm512_slli_epi32(step.next, 16),
-                                     _mm512_maskz_expand_epi32(step.need, fresh));
-        words += 2 * static_cast<std::size_t>(__builtin_popcount(step.need));
+        state = fill_in_words_avx512(step.next, step.need, words);
         const __m128i units = _mm512_cvtepi32_epi8(_mm512_srli_epi32(step.entry, 24));
         _mm_storeu_si128(reinterpret_cast<__m128i*>(dst), _mm_shuffle_epi8(units, order));
     }
