@@ -8,6 +8,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import little_memory
 import numpy as np
 import pytest
 import torch
@@ -190,8 +191,9 @@ print("all well")
 def test_a_thread_without_memory_ends_the_call_and_not_the_process() -> None:
     """Matches and nibbles take memory for each chunk, in the thread that codes it."""
     script = """
-import json, resource
+import json
 import numpy as np
+from little_memory import error_within
 from packhorse import numpy as ph
 
 rng = np.random.default_rng(0)
@@ -202,22 +204,14 @@ packed = [ph.compress(array, threads=1) for array in (ids, pairs)]
 assert [frame.plan.whole.name for frame in packed] == ["MATCHES", "NIBBLES"]
 outs = [np.zeros(array.nbytes + 10_000, np.uint8) for array in (ids, pairs)]
 backs = [np.zeros_like(array) for array in (ids, pairs)]
-unlimited = (resource.RLIM_INFINITY,) * 2
-found = []
-for room in range(4 << 20, 96 << 20, 1 << 20):
-    with open("/proc/self/statm") as file:
-        used = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + room, resource.RLIM_INFINITY))
-    kind = None
-    try:
-        for array, frame, out, back in zip((ids, pairs), packed, outs, backs):
-            ph.compress(array, threads=3, out=out)
-            ph.decompress(frame, threads=3, out=back)
-    except BaseException as error:
-        kind = type(error)
-    resource.setrlimit(resource.RLIMIT_AS, unlimited)
-    found.append(kind.__name__ if kind else "fine")
-print(json.dumps(sorted(set(found))))
+
+def pack_and_unpack():
+    for array, frame, out, back in zip((ids, pairs), packed, outs, backs):
+        ph.compress(array, threads=3, out=out)
+        ph.decompress(frame, threads=3, out=back)
+
+found = {error_within(room, pack_and_unpack) for room in range(4 << 20, 96 << 20, 1 << 20)}
+print(json.dumps(sorted(found)))
 """
 
     def small_stacks() -> None:
@@ -225,6 +219,7 @@ print(json.dumps(sorted(set(found))))
 
     # With an arena for each thread, the C library ends a process that has no room for another.
     env = {**os.environ, "MALLOC_ARENA_MAX": "1"}
+    env["PYTHONPATH"] = str(Path(little_memory.__file__).parent)
     ended = run_script(script, preexec_fn=small_stacks, env=env)
     assert (ended.returncode, ended.stdout) == (0, '["MemoryError", "fine"]\n'), ended.stderr
 
