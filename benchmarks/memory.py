@@ -1,6 +1,6 @@
 """Measure peak memory of packing and unpacking a large file: `python benchmarks/memory.py`.
 
-A file of sixteen tensors of 256 MiB is packed in one process and unpacked in another. The figure is
+A file of four tensors of 1 GiB is packed in one process and unpacked in another. The figure is
 the largest resident set of that process, including mapped pages of the files, minus that of a
 process that only imports the package. The command exits 1 if the figure reaches `LIMIT_NBYTES`.
 """
@@ -50,8 +50,8 @@ def main(argv: list[str]) -> int:
         The exit status: 1 if a peak reaches the limit.
     """
     parser = argparse.ArgumentParser(description="Peak memory of packing a large file.")
-    parser.add_argument("--tensors", type=int, default=16, metavar="N")
-    parser.add_argument("--mib", type=int, default=256, metavar="N", help="MiB of each tensor")
+    parser.add_argument("--tensors", type=int, default=4, metavar="N")
+    parser.add_argument("--mib", type=int, default=1024, metavar="N", help="MiB of each tensor")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="where the files are made")
     parser.add_argument("--write", action="store_true", help="keep the figures")
     args = parser.parse_args(argv)

@@ -49,6 +49,7 @@ int main(int argc, char** argv) {
             const auto loss = std::make_shared<Loss>(false);
             const Mapping mapping(file, start, n, loss);
             will_need(mapping.data(), n);
+            will_sample(mapping.data(), n);
             read_now(mapping.data(), n);
             check(mapping.nbytes() >= n, "the mapping has all bytes");
             for (std::size_t i = 0; i < n; ++i)
@@ -66,6 +67,7 @@ int main(int argc, char** argv) {
     check(is_used(bytes.data(), kNbytes), "memory that was written is used");
     std::vector<uint8_t> none;
     will_need(none.data(), 0);
+    will_sample(none.data(), 0);
     read_now(none.data(), 0);
     std::printf("%zu mappings, no fault\n", count_mappings());
 }

@@ -76,17 +76,23 @@ class FileMapper {
     std::shared_ptr<Loss> loss_ = std::make_shared<Loss>(false);
 };
 
-// Returns the length of the payload.
+// Encodes the chunks of a tensor from `first` on, whose bytes are `src`: as many as are there.
+// Returns the length of their payload.
 std::size_t encode_chunks(Bytes src, const Geometry& geometry, const ContextArgument& context,
-                          const OutputArgument& output, std::size_t threads) {
+                          const OutputArgument& output, std::size_t threads, std::size_t first) {
     const Isa isa = choose_isa();
-    require_tensor(src, geometry);
-    require(geometry.chunk_nbytes() % kContentLeafNbytes == 0 || geometry.n_chunks() <= 1,
+    const std::size_t chunk = geometry.chunk_nbytes();
+    require(first == 0 || first < geometry.n_chunks(), "first is out of range");
+    require(src.size() <= geometry.nbytes() - first * chunk &&
+                (src.size() % chunk == 0 || first * chunk + src.size() == geometry.nbytes()),
+            "src must be whole chunks of the tensor");
+    require(chunk % kContentLeafNbytes == 0 || geometry.n_chunks() <= 1,
             "chunks must hold whole leaves");
     const EncodeContext given = context.view(geometry);
-    const EncodeOutput memory = output.view(geometry, context);
+    const EncodeOutput memory = output.view(geometry, context, src.size());
     const ReleasedGil released(src.size());
-    return encode_tensor(src.data(), geometry, given, memory, threads, isa);
+    const ChunkRun run{first, (src.size() + chunk - 1) / chunk};
+    return encode_run(src.data(), geometry, run, given, memory, threads, isa);
 }
 
 void require_units(Bytes src, uint32_t unit_nbytes) {
@@ -535,7 +541,7 @@ NB_MODULE(_core, m) {
     bind_tensors(m);
     bind_frames(m);
     m.def("encode_chunks", &encode_chunks, "src"_a, "geometry"_a, "context"_a, "output"_a,
-          "threads"_a);
+          "threads"_a, "first"_a = 0);
     m.def("decode_range", &decode_range, "tensor"_a, "start"_a, "dst"_a.noconvert(), "check"_a,
           "threads"_a);
     m.def("decode_links", &decode_links, "tensors"_a, "kinds"_a, "dst"_a.noconvert(), "check"_a,
@@ -574,6 +580,9 @@ NB_MODULE(_core, m) {
           "rows"_a, "count"_a);
     m.def("will_need", &will_need_all, "ranges"_a);
     m.def("read_now", &read_all_now, "ranges"_a);
+    m.def(
+        "will_sample", [](const Bytes& range) { will_sample(range.data(), range.size()); },
+        "range"_a);
     m.def("count_mappings", &count_mappings);
     m.def(
         "want_huge_pages",

@@ -127,10 +127,11 @@ struct OutputArgument {
     std::optional<WritableBytes> kept;
     std::optional<WritableBytes> changes;
 
-    EncodeOutput view(const Geometry& geometry, const ContextArgument& context) const {
+    // `nbytes` of the tensor are encoded.
+    EncodeOutput view(const Geometry& geometry, const ContextArgument& context,
+                      std::size_t nbytes) const {
         require_table(table, geometry);
-        require(payload.size() >= round_up(geometry.nbytes(), kFrameAlignment),
-                "payload is too small");
+        require(payload.size() >= round_up(nbytes, kFrameAlignment), "payload is too small");
         require(leaves.has_value() != kept.has_value() && kept.has_value() == changes.has_value(),
                 "either leaves are needed, or kept and changes");
         EncodeOutput output{payload.data(), table.data(), {}};

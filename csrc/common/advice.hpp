@@ -20,13 +20,24 @@
 
 namespace packhorse {
 
-// Starts to read the pages of a range, and does not wait for them. Memory that is no mapping of a
-// file is left as it is.
-inline void will_need(const uint8_t* data, std::size_t nbytes) {
+// Gives the system one kind of advice about the pages of a range.
+inline void advise(const uint8_t* data, std::size_t nbytes, int advice) {
     static const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
     const auto start = reinterpret_cast<uintptr_t>(data) & ~(page - 1);
     const auto stop = reinterpret_cast<uintptr_t>(data) + nbytes;
-    posix_madvise(reinterpret_cast<void*>(start), stop - start, POSIX_MADV_WILLNEED);
+    posix_madvise(reinterpret_cast<void*>(start), stop - start, advice);
+}
+
+// Starts to read the pages of a range, and does not wait for them. Memory that is no mapping of a
+// file is left as it is.
+inline void will_need(const uint8_t* data, std::size_t nbytes) {
+    advise(data, nbytes, POSIX_MADV_WILLNEED);
+}
+
+// Makes the system read single pages of a mapping, when they are used. Otherwise it reads up to
+// megabytes around each.
+inline void will_sample(const uint8_t* data, std::size_t nbytes) {
+    advise(data, nbytes, POSIX_MADV_RANDOM);
 }
 
 // Reads the missing pages of a range from front to back, waits for them, and maps all pages. If a

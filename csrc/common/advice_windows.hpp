@@ -17,6 +17,9 @@ inline void will_need(const uint8_t* data, std::size_t nbytes) {
     if (nbytes > 0) PrefetchVirtualMemory(GetCurrentProcess(), 1, &range, 0);
 }
 
+// There is no such advice.
+inline void will_sample(const uint8_t*, std::size_t) {}
+
 // Nothing waits for pages without using them.
 inline void read_now(const uint8_t* data, std::size_t nbytes) {
     will_need(data, nbytes);

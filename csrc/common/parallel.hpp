@@ -107,6 +107,8 @@ constexpr std::size_t useful_threads(std::size_t threads, std::size_t nbytes,
 // the bytes do not depend on the number of threads.
 class OrderedOutput {
   public:
+    explicit OrderedOutput(std::size_t first = 0) : next_(first) {}
+
     // Blocks until all earlier chunks have their places. Workers take chunks in order, so one of
     // them is always working on the first chunk without a place.
     std::size_t reserve(std::size_t chunk, std::size_t nbytes) {
@@ -124,7 +126,7 @@ class OrderedOutput {
   private:
     std::mutex mutex_;
     std::condition_variable turn_;
-    std::size_t next_ = 0;
+    std::size_t next_;  // chunk
     std::size_t used_ = 0;
 };
 

@@ -60,8 +60,8 @@ class PackTask {
         const std::size_t stop = n_workers == 1 ? job_.geometry.n_chunks() : chunk + 1;
         const std::size_t first = n_workers == 1 ? 0 : chunk;
         for (std::size_t c = first; c < stop; ++c)
-            encode_in_place(job_.src, job_.geometry, context, output, c, n_workers, worker,
-                            ordered_, isa);
+            encode_in_place(job_.src + c * job_.geometry.chunk_nbytes(), job_.geometry, context,
+                            output, c, n_workers, worker, ordered_, isa);
         if (left_.fetch_sub(stop - first) != stop - first) return;
         if (is_looked_at_whole(job_.geometry) && !were_weights(worker)) return;
         finish(isa);

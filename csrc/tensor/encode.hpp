@@ -257,16 +257,16 @@ inline bool uses_classes(const Geometry& geometry, const EncodeContext& context)
     return geometry.spec.splits() && (context.side.rows != nullptr || context.level == Level::kMax);
 }
 
-// Encodes a chunk of a tensor to its place in the output, where `ordered` puts it. A single worker
-// knows where the chunk goes. Several workers must wait until they know the sizes of the chunks
-// before it.
+// Encodes a chunk of a tensor, whose bytes begin at `src`, to its place in the output, where
+// `ordered` puts it. A single worker knows where the chunk goes. Several workers must wait until
+// they know the sizes of the chunks before it.
 inline void encode_in_place(const uint8_t* src, const Geometry& geometry,
                             const EncodeContext& context, const EncodeOutput& output,
                             std::size_t chunk, std::size_t n_workers, EncodeWorker& worker,
                             OrderedOutput& ordered, Isa isa) {
     uint8_t* const dst = output.payload;
     const std::size_t at = chunk * geometry.chunk_nbytes();
-    const EncodeJob job{src + at,
+    const EncodeJob job{src,
                         geometry.units_of(chunk),
                         chunk * geometry.chunk_units,
                         output.leaves.from(at),
@@ -306,22 +306,37 @@ inline void encode_in_place(const uint8_t* src, const Geometry& geometry,
     row[0] = ~crc;
 }
 
-// Encodes a tensor, which may change meanwhile: the leaves, or the sums, are those of the bytes
-// that are encoded. Chunks hold whole leaves unless there is only one chunk. With a base, planes
-// have one byte. Returns the length of the payload. The bytes do not depend on `threads`.
-inline std::size_t encode_tensor(const uint8_t* src, const Geometry& geometry,
-                                 const EncodeContext& context, const EncodeOutput& output,
-                                 std::size_t threads, Isa isa) {
-    const std::size_t n_workers = std::max<std::size_t>(1, std::min(threads, geometry.n_chunks()));
+// Some of the chunks of a tensor, one after another.
+struct ChunkRun {
+    std::size_t first, n_chunks;
+};
+
+// Encodes a run of a tensor's chunks. The tensor may change meanwhile: the leaves, or the sums, are
+// those of the bytes that are encoded. Chunks hold whole leaves unless there is only one chunk.
+// With a base, planes have one byte. `src` has the bytes of the run, and `output.payload` room for
+// them; all else is that of the whole tensor. Returns the length of the run's payload. The bytes do
+// not depend on `threads`.
+inline std::size_t encode_run(const uint8_t* src, const Geometry& geometry, const ChunkRun& run,
+                              const EncodeContext& context, const EncodeOutput& output,
+                              std::size_t threads, Isa isa) {
+    const std::size_t n_workers = std::max<std::size_t>(1, std::min(threads, run.n_chunks));
     std::vector<EncodeWorker> workers;
     for (std::size_t w = 0; w < n_workers; ++w)
         workers.emplace_back(geometry, uses_classes(geometry, context),
                              context.base.units != nullptr, n_workers > 1);
-    OrderedOutput ordered;
-    parallel_for(geometry.n_chunks(), n_workers, [&](std::size_t w, std::size_t chunk) {
-        encode_in_place(src, geometry, context, output, chunk, n_workers, workers[w], ordered, isa);
+    OrderedOutput ordered(run.first);
+    parallel_for(run.n_chunks, n_workers, [&](std::size_t w, std::size_t i) {
+        encode_in_place(src + i * geometry.chunk_nbytes(), geometry, context, output, run.first + i,
+                        n_workers, workers[w], ordered, isa);
     });
     return ordered.used();
+}
+
+// Encodes all chunks of a tensor.
+inline std::size_t encode_tensor(const uint8_t* src, const Geometry& geometry,
+                                 const EncodeContext& context, const EncodeOutput& output,
+                                 std::size_t threads, Isa isa) {
+    return encode_run(src, geometry, {0, geometry.n_chunks()}, context, output, threads, isa);
 }
 
 }  // namespace packhorse

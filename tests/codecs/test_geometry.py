@@ -92,17 +92,21 @@ def encode(**changes: object) -> int:
         "table": np.zeros((1, 3), np.uint32),
         "leaves": leaves,
         "base_leaves": leaves.copy(),
+        "first": 0,
         **changes,
     }
     context = _core.EncodeContext(2, made["side"], made["base"], SIZE)
     output = _core.EncodeOutput(made["payload"], made["table"], made["leaves"], made["base_leaves"])
-    return _core.encode_chunks(src, made["geometry"], context, output, 1)
+    return _core.encode_chunks(src, made["geometry"], context, output, 1, made["first"])
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"geometry": geometry(chunk_log=12, nbytes=SIZE - 2)}, "src must be as long"),
+        ({"geometry": geometry(chunk_log=12, nbytes=SIZE - 2)}, "whole chunks"),
+        ({"geometry": geometry(chunk_log=12, nbytes=SIZE + 2)}, "whole chunks"),
+        ({"first": 1}, "first is out of range"),
+        ({"first": 1 << 63}, "first is out of range"),
         ({"geometry": geometry(chunk_log=6, nbytes=SIZE)}, "whole leaves"),
         ({"geometry": geometry(chunk_log=12, nbytes=SIZE, split=Split.WHOLE)}, "split into bytes"),
         ({"payload": np.zeros(SIZE - 64, np.uint8)}, "payload is too small"),

@@ -1,5 +1,6 @@
 """Packs the tensors of a file in batches, and writes each batch while the next one is packed. Of a
-mapped file, the batch after that is read meanwhile."""
+mapped file, the batch after that is read meanwhile. A long tensor is packed in parts, so that it
+needs no more memory than a batch; its header is written when its last part is."""
 
 from __future__ import annotations
 
@@ -14,10 +15,12 @@ import numpy as np
 
 from packhorse import _core
 from packhorse._core import Views
-from packhorse.codecs.base import ByteArray
+from packhorse.codecs.base import ByteArray, as_bytes
 from packhorse.disk.base_files import Bases, BaseTensor
 from packhorse.disk.folder_index import plain_name
 from packhorse.disk.results import Progress, TensorResult
+from packhorse.frame.compress import FrameInParts
+from packhorse.frame.header import padded
 from packhorse.frame.many import PackJob, compress_in_rooms, compress_many
 from packhorse.layout import DTYPE_BY_NAME, Level
 from packhorse.storage.locations import Place
@@ -31,12 +34,16 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = [
-    "AHEAD_NBYTES", "Coder", "Listed", "Mapped", "Sink", "Written", "tensor_results",
-    "write_frames",
+    "AHEAD_NBYTES", "WHOLE_NBYTES", "Coder", "Listed", "Mapped", "Sink", "Written",
+    "tensor_results", "write_frames",
 ]  # fmt: skip
 
 # A batch is packed while the one before is written if they need no more memory together.
 AHEAD_NBYTES = 1 << 29
+# A longer tensor is packed in parts, unless it has a base. One of few parts is better read as a
+# whole before it is planned: samples of a file on disk take their time.
+WHOLE_NBYTES = 3 << 26
+PART_NBYTES = 1 << 26  # a multiple of all chunks
 # A shorter frame is moved to the end of the one before it, so that both are written as one piece.
 _MOVED_NBYTES = 1 << 14
 
@@ -124,18 +131,52 @@ class Mapped:
         return (self.source.map(*place) for place in self.places)
 
 
-class _Batch(NamedTuple):
-    """Frames that are packed.
+class _Work(NamedTuple):
+    """What is packed at a time: some tensors, or a part of a long one.
 
     Attributes:
-        pieces: their bytes.
-        sizes: the length of each.
-        base_hashes: the content hash of the base that each needs; None for none.
+        run: the numbers of the tensors.
+        nbytes: the bytes of the tensors, or of the part.
+        room: the most bytes that their frames may take; those of the part, without the header.
+        start: where the part begins in its tensor; None if the tensors are packed as a whole.
+        is_last: whether the part is the last one of its tensor.
+    """
+
+    run: range
+    nbytes: int
+    room: int
+    start: int | None = None
+    is_last: bool = True
+
+
+class _Part(NamedTuple):
+    """A part of a long tensor.
+
+    Attributes:
+        data: its bytes.
+        frame: the tensor's frame, with the first part.
+    """
+
+    data: Buffer
+    frame: FrameInParts | None
+
+
+class _Batch(NamedTuple):
+    """What is packed and can be written.
+
+    Attributes:
+        pieces: the bytes that come next.
+        sizes: the length of each frame that ends here.
+        base_hashes: the content hash of the base that each of them needs; None for none.
+        nbytes: the bytes of tensors that the pieces stand for.
+        header: the header of a frame that was packed in parts, and its offset; else None.
     """
 
     pieces: list[ByteArray]
     sizes: list[int]
     base_hashes: list[bytes | None]
+    nbytes: int
+    header: tuple[int, ByteArray] | None = None
 
 
 class Written(NamedTuple):
@@ -170,24 +211,41 @@ def write_frames(
         What was written.
     """
     written = Written([], [])
-    nbytes = [stop - start for _, _, _, start, stop in all_entries]
+    works = list(_cut(all_entries, rooms, coder.bases))
     with (
-        closing(_packed_batches(all_entries, nbytes, rooms, buffers, sink.nbytes, coder)) as packed,
-        closing(one_ahead(packed, sum(nbytes))) as batches_of_frames,
+        closing(_packed_batches(works, all_entries, rooms, buffers, sink.nbytes, coder)) as packed,
+        closing(one_ahead(packed, sum([work.nbytes for work in works]))) as batches_of_frames,
     ):
-        for pieces, sizes, base_hashes in batches_of_frames:
+        for pieces, sizes, base_hashes, nbytes, header in batches_of_frames:
             sink.write_all(pieces)
-            done = slice(len(written.sizes), len(written.sizes) + len(sizes))
+            if header is not None:
+                sink.patch(*header)
             written.sizes.extend(sizes)
             written.base_hashes.extend(base_hashes)
-            if sizes:
-                coder.progress(sum(nbytes[done]))
+            if sizes or nbytes:
+                coder.progress(nbytes)
     return written
 
 
+def _cut(
+    entries: Sequence[TensorEntry], rooms: Sequence[int], bases: Mapping[str, BaseTensor]
+) -> Iterator[_Work]:
+    """Cuts the tensors of a file into what is packed at a time."""
+    sizes = [stop - start for _, _, _, start, stop in entries]
+    for run in batches(sizes):
+        nbytes = sum(sizes[run.start : run.stop])
+        is_short = len(run) > 1 or nbytes <= WHOLE_NBYTES
+        if is_short or entries[run.start].name in bases:
+            yield _Work(run, nbytes, sum(rooms[run.start : run.stop]))
+            continue
+        for start in range(0, nbytes, PART_NBYTES):
+            length = min(PART_NBYTES, nbytes - start)
+            yield _Work(run, length, padded(length), start, start + length == nbytes)
+
+
 def _packed_batches(
+    works: Sequence[_Work],
     all_entries: Sequence[TensorEntry],
-    nbytes: Sequence[int],
     rooms: Sequence[int],
     buffers: Iterable[Buffer],
     offset: int,
@@ -196,46 +254,111 @@ def _packed_batches(
     """The frames of all tensors, batch by batch. A batch lies in one of two buffers, at a place
     that suits its offset in the file. If it and the batch before take too much memory together, it
     is packed when that one is written: an empty batch comes between them."""
-    runs = list(batches(nbytes))
     # Room for the worst case; it costs nothing, because only pages that frames reach are touched.
-    needed = [sum(rooms[run.start : run.stop]) + PLACING_NBYTES for run in runs]
+    needed = [work.room + PLACING_NBYTES for work in works]
     both = [one + other <= AHEAD_NBYTES for one, other in pairwise(needed)]
     memory = [
         np.empty(max(needed, default=0), np.uint8),
         np.empty(min(max(needed, default=0), AHEAD_NBYTES), np.uint8),
     ]
-    read_nbytes = sum(nbytes) if isinstance(buffers, Mapped) else 0
+    read_nbytes = sum([work.nbytes for work in works]) if isinstance(buffers, Mapped) else 0
     number = 0
-    with closing(one_ahead(_taken(buffers, runs), read_nbytes)) as taken:
-        for run, is_ahead in zip(runs, [False, *both], strict=False):
-            if not is_ahead and run.start:
-                yield _Batch([], [], [])
+    long: _LongFrame
+    all_tensors = _taken(buffers, works, all_entries, coder.level)
+    with closing(one_ahead(all_tensors, read_nbytes)) as all_taken:
+        for k, (work, is_ahead) in enumerate(zip(works, [False, *both], strict=False)):
+            if not is_ahead and k:
+                yield _Batch([], [], [], 0)
             number = 1 - number if is_ahead else 0
-            out = placed(memory[number], offset)
-            batch = _pack_batch(
-                all_entries[run.start : run.stop],
-                rooms[run.start : run.stop],
-                next(taken),  # nothing else refers to it, so it is released with the batch
-                out,
-                coder,
-            )
-            offset += sum(batch.sizes)
+            entries = all_entries[work.run.start : work.run.stop]
+            taken = next(all_taken)
+            if isinstance(taken, _Part):
+                if taken.frame is not None:
+                    long = _LongFrame(taken.frame, offset)
+                batch = long.pack(work, taken.data, memory[number], offset, coder.threads)
+            else:
+                out = placed(memory[number], offset)
+                run_rooms = rooms[work.run.start : work.run.stop]
+                batch = _pack_batch(entries, run_rooms, taken, out, coder)
+            del taken  # nothing else refers to it
+            offset += sum([piece.size for piece in batch.pieces])
             yield batch
 
 
-def _taken(buffers: Iterable[Buffer], runs: Iterable[range]) -> Iterator[Listed | list[Any]]:
-    """The tensors of each run. Those of a mapped file are in memory then."""
-    source = iter(buffers)
-    for run in runs:
-        if isinstance(buffers, Listed):
-            part = buffers.order[run.start : run.stop]
-            yield Listed(buffers.views.part(part), part, buffers.read)
+def _taken(
+    buffers: Iterable[Buffer],
+    works: Iterable[_Work],
+    all_entries: Sequence[TensorEntry],
+    level: Level,
+) -> Iterator[Listed | list[Any] | _Part]:
+    """What each work packs. The bytes of a mapped file are in memory then."""
+    others = iter(()) if isinstance(buffers, Listed | Mapped) else iter(buffers)
+    whole: Any = None
+    for run, nbytes, _, start, is_last in works:
+        if start is not None:
+            frame = None
+            if start == 0:
+                whole = _long_tensor(buffers, run.start, others)
+                _, dtype, shape, _, _ = all_entries[run.start]
+                frame = FrameInParts(whole, dtype, shape, level=level)
+            if isinstance(buffers, Mapped):  # a mapping that ends with the part
+                whole = None
+                data = buffers.source.map(buffers.places[run.start][0] + start, nbytes)
+                read_ahead([data])
+            else:
+                data = memoryview(as_bytes(whole))[start : start + nbytes]
+            if is_last:
+                whole = None
+            yield _Part(data, frame)
+        elif isinstance(buffers, Listed):
+            order = buffers.order[run.start : run.stop]
+            yield Listed(buffers.views.part(order), order, buffers.read)
         elif isinstance(buffers, Mapped):
             views = buffers.source.map_all(buffers.places[run.start : run.stop])
             read_ahead(views)
             yield views
         else:
-            yield list(islice(source, len(run)))
+            yield list(islice(others, len(run)))
+
+
+def _long_tensor(buffers: Iterable[Buffer], i: int, others: Iterator[Buffer]) -> Buffer:
+    if isinstance(buffers, Listed):
+        return buffers.read(buffers.order[i])
+    if isinstance(buffers, Mapped):
+        return buffers.source.map_for_samples(*buffers.places[i])
+    return next(others)
+
+
+class _LongFrame(NamedTuple):
+    """A frame that is packed in parts.
+
+    Attributes:
+        frame: its state.
+        begin: where it begins in the file.
+    """
+
+    frame: FrameInParts
+    begin: int
+
+    def pack(
+        self, work: _Work, data: Buffer, memory: ByteArray, offset: int, threads: int
+    ) -> _Batch:
+        """Packs the next part.
+
+        Args:
+            work: which part it is.
+            data: its bytes.
+            memory: where to.
+            offset: where the batch will lie in the file.
+            threads: how many to use.
+        """
+        header_nbytes = self.frame.header_nbytes if offset == self.begin else 0
+        out = placed(memory, offset + header_nbytes)
+        pieces = [np.zeros(header_nbytes, np.uint8), self.frame.add(data, out, threads)]
+        if not work.is_last:
+            return _Batch(pieces, [], [], work.nbytes)
+        header = self.begin, self.frame.header()
+        return _Batch(pieces, [self.frame.nbytes], [None], work.nbytes, header)
 
 
 def _pack_batch(
@@ -247,6 +370,7 @@ def _pack_batch(
 ) -> _Batch:
     """Frames of tensors, each in its own room in `out`."""
     ends = list(accumulate(rooms))
+    nbytes = sum([stop - start for _, _, _, start, stop in entries])
 
     def job_of(i: int) -> PackJob:
         entry = entries[i]
@@ -260,7 +384,8 @@ def _pack_batch(
         jobs = [job_of(i) for i in range(len(entries))]
         frames = compress_many(jobs, level=coder.level, threads=coder.threads)
         sizes = [frame.nbytes for frame in frames]
-        return _Batch([frame.data for frame in frames], sizes, [f.base_hash for f in frames])
+        base_hashes = [frame.base_hash for frame in frames]
+        return _Batch([frame.data for frame in frames], sizes, base_hashes, nbytes)
     if isinstance(tensors, Listed):
         views = tensors.views
     else:
@@ -272,7 +397,7 @@ def _pack_batch(
     sizes = compress_in_rooms(views, rooms, out, job_of, coder.level, coder.threads)
     places = _core.close_gaps(out, rooms, sizes, _MOVED_NBYTES)
     pieces = [out[start:stop] for start, stop in places]
-    return _Batch(pieces, sizes, [None] * len(sizes))
+    return _Batch(pieces, sizes, [None] * len(sizes), nbytes)
 
 
 def tensor_results(

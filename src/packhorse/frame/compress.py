@@ -15,13 +15,13 @@ import numpy as np
 from packhorse import _core
 from packhorse._core import Base, Views
 from packhorse.arguments import resolve_level, resolve_threads
-from packhorse.codecs.base import ByteArray, as_writable_bytes
+from packhorse.codecs.base import ByteArray, as_bytes, as_writable_bytes
 from packhorse.codecs.content import content_hash
 from packhorse.codecs.plan import Plan, choose_plan
 from packhorse.codecs.source import Source
 from packhorse.errors import ChangedError
 from packhorse.frame.base import BaseName, checked_base, plan_delta
-from packhorse.frame.encode import encode_payload
+from packhorse.frame.encode import Payload, PayloadEncoder, encode_payload
 from packhorse.frame.frame import Frame, new_frame
 from packhorse.frame.header import FrameHeader, frame_header_nbytes, label, write_header
 from packhorse.frame.plan import checked_source, form_of, plan_of
@@ -30,7 +30,7 @@ from packhorse.layout import DType, Level
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["compress_buffer", "compress_planned", "pack_plain", "room_for"]
+__all__ = ["FrameInParts", "compress_buffer", "compress_planned", "pack_plain", "room_for"]
 
 
 def compress_buffer(
@@ -141,11 +141,8 @@ def compress_planned(
             raise ValueError(
                 f"out and {kind} share memory; it would be overwritten while it is read"
             )
-    side, geometry, n_threads = plan.side, plan.geometry, resolve_threads(threads)
-    header_nbytes = frame_header_nbytes(
-        len(shape), geometry.n_chunks, geometry.n_planes, len(side.stream),
-        has_base=base_row is not None,
-    )  # fmt: skip
+    n_threads = resolve_threads(threads)
+    header_nbytes = _header_nbytes(plan, shape, has_base=base_row is not None)
     is_fixed = base_is_fixed and base_hash is not None
     payload = encode_payload(
         source, plan, base_units, memory[header_nbytes:], n_threads, base_is_fixed=is_fixed
@@ -164,13 +161,87 @@ def compress_planned(
                 "nothing writes to it"
             )
         base_name = BaseName(found, base_row)
-    header = FrameHeader(
-        row, shape, geometry, int(plan.level), payload.content_hash, header_nbytes,
+    header = _header_of(plan, row, shape, payload, header_nbytes, base_name)
+    write_header(header, memory[:header_nbytes])
+    return new_frame(memory[: header.frame_nbytes], name, plan)
+
+
+class FrameInParts:
+    """Packs a tensor part by part, so that nobody needs memory for its whole frame. The header and
+    the parts together are the frame that `compress_buffer` makes without a base.
+
+    The header holds the sizes and checksums of all chunks, so it is known last; its length is known
+    at once.
+
+    Attributes:
+        header_nbytes: the length of the header.
+        nbytes: the length of the header and of the parts so far.
+    """
+
+    def __init__(self, src: Buffer, dtype: str, shape: Sequence[int], *, level: Level) -> None:
+        """Choose how the tensor is packed.
+
+        Args:
+            src: all bytes of the tensor. Samples are read, and nothing refers to it afterwards.
+            dtype: as for `compress_buffer`.
+            shape: as there.
+            level: as there.
+
+        Raises:
+            TypeError, ValueError: as for `compress_buffer`.
+        """
+        source = checked_source(src, dtype, shape)
+        self._dtype, self._shape = source.dtype, source.shape
+        self._plan = choose_plan(source, level)
+        self._encoder = PayloadEncoder(self._plan)
+        self.header_nbytes = self.nbytes = _header_nbytes(self._plan, shape, has_base=False)
+
+    def add(self, data: Buffer, out: ByteArray, threads: int) -> ByteArray:
+        """Pack the next bytes of the tensor.
+
+        Args:
+            data: the bytes: a multiple of 2 MiB, the longest chunk, unless they are the last ones.
+                If they change meanwhile, the frame holds the bytes that were read.
+            out: memory for as many bytes, rounded up to 64.
+            threads: how many to use.
+
+        Returns:
+            The part: the beginning of `out`.
+        """
+        nbytes = self._encoder.add(as_bytes(data, "data"), out, threads)
+        self.nbytes += nbytes
+        return out[:nbytes]
+
+    def header(self) -> ByteArray:
+        """The header, when all parts are there."""
+        payload = self._encoder.finish()
+        header = _header_of(self._plan, self._dtype, self._shape, payload, self.header_nbytes)
+        memory = np.empty(self.header_nbytes, np.uint8)
+        write_header(header, memory)
+        return memory
+
+
+def _header_nbytes(plan: Plan, shape: Sequence[int], *, has_base: bool) -> int:
+    geometry = plan.geometry
+    return frame_header_nbytes(
+        len(shape), geometry.n_chunks, geometry.n_planes, len(plan.side.stream), has_base=has_base
+    )
+
+
+def _header_of(
+    plan: Plan,
+    dtype: DType,
+    shape: tuple[int, ...],
+    payload: Payload,
+    header_nbytes: int,
+    base_name: BaseName | None = None,
+) -> FrameHeader:
+    side = plan.side
+    return FrameHeader(
+        dtype, shape, plan.geometry, int(plan.level), payload.content_hash, header_nbytes,
         header_nbytes + payload.nbytes, payload.table, side.n_row_dims,
         side.descriptor, side.stream, base_name,
     )  # fmt: skip
-    write_header(header, memory[:header_nbytes])
-    return new_frame(memory[: header.frame_nbytes], name, plan)
 
 
 def room_for(dtype: str, shape: Sequence[int], out: Buffer | None) -> ByteArray:

@@ -30,21 +30,21 @@ __all__ = ["ZstdJob", "encode_zstd"]
 def encode_zstd(
     data: ByteArray, plan: Plan, dst: ByteArray, table: Table, leaves: ByteArray, threads: int
 ) -> int:
-    """Encodes a tensor in chunks of whole units.
+    """Encodes chunks of whole units.
 
     Args:
-        data: all bytes of the tensor.
-        plan: what was chosen for it.
+        data: the bytes of the chunks.
+        plan: what was chosen for their tensor.
         dst: memory for the payload.
         table: gets a row for each chunk.
-        leaves: get the hashes of the leaves (`codecs/content.py`).
+        leaves: get the hashes of the chunks' leaves (`codecs/content.py`).
         threads: how many to use.
 
     Returns:
         The length of the payload.
     """
     chunk_nbytes = plan.geometry.chunk_nbytes
-    long_matches = zstd.seeks_long_matches(plan.level, data.size, plan.estimated_nbytes)
+    long_matches = zstd.seeks_long_matches(plan.level, plan.nbytes, plan.estimated_nbytes)
     idle: list[ByteArray] = []  # memory of chunks that are done
 
     def compress(chunk: int) -> tuple[ByteArray, bytes]:

@@ -230,6 +230,12 @@ class SourceFile:
         start = offset - number * _CELL_NBYTES
         return self._cell(number)[start : start + nbytes]
 
+    def map_for_samples(self, offset: int, nbytes: int) -> memoryview:
+        """A long part of the file, as `map` returns it, of which only a few pages will be read."""
+        view = self.map(offset, nbytes)
+        _core.will_sample(view)
+        return view
+
     def bytes_at(self, offsets: Sequence[int]) -> bytes:
         """Single bytes of the file."""
         return bytes([view[0] for view in self.map_all((offset, 1) for offset in offsets)])

@@ -18,7 +18,7 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from packhorse.disk.base_files import Bases, open_parts
-from packhorse.disk.batches import AHEAD_NBYTES
+from packhorse.disk.batches import AHEAD_NBYTES, WHOLE_NBYTES
 from packhorse.disk.cluster.existing import fault_of_copy, fault_of_pair
 from packhorse.disk.cluster.results import FileReport
 from packhorse.disk.cluster.steps import (
@@ -277,9 +277,12 @@ def _needed(shard: Shard, settings: Settings) -> int:
     largest = shard.nbytes
     if largest > _SHORT_NBYTES:
         largest = max((entry.nbytes for entry in header_at(shard.source).entries), default=0)
-    is_packed = settings.verb == "pack"
-    times = 1 + is_packed + (settings.base is not None)
-    ahead = min(largest, AHEAD_NBYTES) if is_packed else 0
+    is_packed, has_base = settings.verb == "pack", settings.base is not None
+    times, ahead = 1 + has_base, 0
+    if is_packed and has_base:  # the frame of a whole tensor, and the one before
+        times, ahead = 3, min(largest, AHEAD_NBYTES)
+    elif is_packed:  # a longer tensor is packed in parts
+        ahead = 2 * min(largest, WHOLE_NBYTES)
     places = (shard.source, shard.output)
     is_local = all(place is None or isinstance(place, Path) for place in places)
     return times * largest + ahead + _FIXED_NBYTES + (0 if is_local else _REMOTE_NBYTES)
