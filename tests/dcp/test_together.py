@@ -3,6 +3,7 @@ handled one by one."""
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from dcp_samples import blank, load, load_box, pack_file, patch, save, shards_of
 
 from packhorse import _core
 from packhorse._core import OpenFrame
+from packhorse.torch_framework import TorchFramework
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is ")
 
@@ -167,3 +169,27 @@ def test_a_load_of_rows_decodes_only_them(tmp_path: Path, decoded_together: list
     whole, _ = load_box(tmp_path, (0, 0), (100, 100))
     assert torch.equal(whole, weights(100, 100))
     assert sum(decoded_together) == 1
+
+
+def test_nothing_is_decoded_twice_to_the_same_memory_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tied weights may differ in a checkpoint, and nobody may see a mixture of them."""
+    together: list[list[tuple[int, int]]] = []
+    real = TorchFramework.views
+
+    def seen(framework: TorchFramework, tensors: Sequence[torch.Tensor]) -> Any:
+        together.append(sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors))
+        return real(framework, tensors)
+
+    monkeypatch.setattr(TorchFramework, "views", seen)
+    values = [weights(150_000, seed=seed).bfloat16() for seed in range(4)]
+    save({str(i): value for i, value in enumerate(values)}, tmp_path)
+    memory = torch.zeros(200_000, dtype=torch.bfloat16)
+    tied, later, alone = memory[:150_000], memory[50_000:], torch.zeros_like(values[3])
+    load({"0": tied, "1": tied[:], "2": later, "3": alone}, tmp_path, threads=2)
+    (spans,) = filter(None, together)  # there are no values beside the tensors
+    assert len(spans) == 4
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+    assert torch.equal(memory, torch.cat([values[1][:50_000], values[2]]))
+    assert torch.equal(alone, values[3])

@@ -344,12 +344,21 @@ class _Load:
 
     def _take_memory(self, runs: Sequence[_Run]) -> None:
         """Choose where each run is decoded to: straight into the tensor if it wants all elements of
-        the run, in their order; otherwise a buffer."""
-        for run in runs:
+        the run, in their order, and no other run writes there; otherwise a buffer."""
+        spans = []
+        for k, run in enumerate(runs):
             use = run.uses[0]
-            target = self._target(use)
+            run.memory = target = self._target(use)
             run.is_direct = len(run.uses) == 1 and use.piece.is_run and _is_plain(target, use.shard)
-            run.memory = target if run.is_direct else FRAMEWORK.empty("U8", (run.nbytes,))
+            if run.is_direct and run.nbytes:
+                spans.append((target.data_ptr(), k))
+        end = 0
+        for start, k in sorted(spans):  # tied weights may differ in the checkpoint
+            runs[k].is_direct = start >= end
+            end = max(end, start + runs[k].nbytes)
+        for run in runs:
+            if not run.is_direct:
+                run.memory = FRAMEWORK.empty("U8", (run.nbytes,))
 
     def _decode(self, runs: Sequence[_Run], following: FrameRef | None = None) -> None:
         """Decode runs, and their bases first.
