@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import fsspec
@@ -13,11 +14,15 @@ from disk_samples import leftovers
 from safetensors.numpy import load_file, save_file
 
 import packhorse
+from packhorse import _core
 from packhorse import numpy as ph_numpy
 from packhorse.disk import batches, pack_file, unpack_file, verify_file
+from packhorse.disk.batches import Listed
+from packhorse.disk.container import write_packed
 from packhorse.frame import Frame, compress_buffer
 from packhorse.frame.compress import FrameInParts
 from packhorse.layout import MAX_CHUNK_NBYTES, Level, Mode
+from packhorse.storage.source import header_at
 
 PART = MAX_CHUNK_NBYTES
 RNG = np.random.default_rng(0)
@@ -92,7 +97,9 @@ def test_long_tensors_among_others_and_in_memory(tmp_path, small_parts):
     url = f"memory://{tmp_path.name}"
     with fsspec.open(f"{url}/plain", "wb") as file:
         file.write((tmp_path / "plain").read_bytes())
-    pack_file(f"{url}/plain", f"{url}/packed", threads=1)
+    steps: list[int] = []
+    pack_file(f"{url}/plain", f"{url}/packed", threads=1, progress=steps.append)
+    assert max(steps) < max(tensor.nbytes for tensor in tensors.values())
     with fsspec.open(f"{url}/packed") as file:
         assert file.read() == expected
 
@@ -142,6 +149,30 @@ def test_what_changes_between_parts_is_packed_as_it_was_read():
     assert back.tobytes() == read.tobytes()
 
 
+@pytest.mark.parametrize("kind", ["iterable", "tensors"])
+def test_a_long_tensor_is_released_before_the_next_is_taken(tmp_path, small_parts, kind):
+    """What comes from a URL, a snapshot or a GPU is a copy, and only one long one is there."""
+    tensor = np.resize(TENSORS["planes"], 9_000_000)  # no two of them fit into a batch
+    save_file(dict.fromkeys("abc", tensor), tmp_path / "plain")
+    header = header_at(tmp_path / "plain")
+    copies: list[weakref.ref[np.ndarray]] = []
+    alive: list[int] = []
+
+    def read(i: int) -> np.ndarray:
+        alive.append(sum(copy() is not None for copy in copies))
+        copy = tensor.view(np.uint8).copy()
+        copies.append(weakref.ref(copy))
+        return copy
+
+    views = _core.views_of_buffers([np.zeros(0, np.uint8)] * 3, [], [])
+    buffers = Listed(views, [0, 1, 2], read) if kind == "tensors" else map(read, range(3))
+    steps: list[int] = []
+    write_packed(tmp_path / "packed", header, buffers, threads=1, progress=steps.append)
+    assert (len(steps), alive) == (3 * -(-tensor.nbytes // PART), [0, 0, 0])
+    pack_file(tmp_path / "plain", tmp_path / "expected")
+    assert (tmp_path / "packed").read_bytes() == (tmp_path / "expected").read_bytes()
+
+
 def test_parts_end_where_chunks_do():
     tensor = TENSORS["planes"].view(np.uint8)
     parts = FrameInParts(tensor, "BF16", (tensor.size // 2,), level=Level.DEFAULT)
@@ -149,6 +180,9 @@ def test_parts_end_where_chunks_do():
         parts.add(tensor[: PART - 2], np.empty(PART, np.uint8), threads=1)
     with pytest.raises(ValueError, match="too small"):
         parts.add(tensor[:PART], np.empty(PART - 64, np.uint8), threads=1)
+    parts.add(tensor[:PART], np.empty(PART, np.uint8), threads=1)
+    with pytest.raises(ValueError, match=f"{PART} of {tensor.size} bytes"):
+        parts.header()
 
 
 PEAK = """

@@ -154,11 +154,11 @@ class _Part(NamedTuple):
 
     Attributes:
         data: its bytes.
-        frame: the tensor's frame, with the first part.
+        frame: the tensor's frame so far.
     """
 
     data: Buffer
-    frame: FrameInParts | None
+    frame: FrameInParts
 
 
 class _Batch(NamedTuple):
@@ -263,24 +263,19 @@ def _packed_batches(
     ]
     read_nbytes = sum([work.nbytes for work in works]) if isinstance(buffers, Mapped) else 0
     number = 0
-    long: _LongFrame
     all_tensors = _taken(buffers, works, all_entries, coder.level)
     with closing(one_ahead(all_tensors, read_nbytes)) as all_taken:
         for k, (work, is_ahead) in enumerate(zip(works, [False, *both], strict=False)):
             if not is_ahead and k:
                 yield _Batch([], [], [], 0)
             number = 1 - number if is_ahead else 0
-            entries = all_entries[work.run.start : work.run.stop]
             taken = next(all_taken)
             if isinstance(taken, _Part):
-                if taken.frame is not None:
-                    long = _LongFrame(taken.frame, offset)
-                batch = long.pack(work, taken.data, memory[number], offset, coder.threads)
+                batch = _pack_part(work, taken, memory[number], offset, coder.threads)
             else:
-                out = placed(memory[number], offset)
-                run_rooms = rooms[work.run.start : work.run.stop]
-                batch = _pack_batch(entries, run_rooms, taken, out, coder)
-            del taken  # nothing else refers to it
+                run, out = slice(work.run.start, work.run.stop), placed(memory[number], offset)
+                batch = _pack_batch(all_entries[run], rooms[run], taken, out, coder)
+            del taken  # before the next is taken
             offset += sum([piece.size for piece in batch.pieces])
             yield batch
 
@@ -293,23 +288,16 @@ def _taken(
 ) -> Iterator[Listed | list[Any] | _Part]:
     """What each work packs. The bytes of a mapped file are in memory then."""
     others = iter(()) if isinstance(buffers, Listed | Mapped) else iter(buffers)
-    whole: Any = None
-    for run, nbytes, _, start, is_last in works:
-        if start is not None:
-            frame = None
-            if start == 0:
-                whole = _long_tensor(buffers, run.start, others)
-                _, dtype, shape, _, _ = all_entries[run.start]
-                frame = FrameInParts(whole, dtype, shape, level=level)
-            if isinstance(buffers, Mapped):  # a mapping that ends with the part
-                whole = None
-                data = buffers.source.map(buffers.places[run.start][0] + start, nbytes)
-                read_ahead([data])
-            else:
-                data = memoryview(as_bytes(whole))[start : start + nbytes]
-            if is_last:
-                whole = None
-            yield _Part(data, frame)
+    for work in works:
+        run = work.run
+        if work.start is not None:
+            if work.start == 0:
+                entry = all_entries[run.start]
+                whole = _long_tensor(buffers, run.start, others, entry, level)
+                frame = FrameInParts(whole, entry.dtype, entry.shape, level=level)
+            yield _Part(_part_of(buffers, whole, work), frame)
+            if work.is_last:
+                del whole, frame
         elif isinstance(buffers, Listed):
             order = buffers.order[run.start : run.stop]
             yield Listed(buffers.views.part(order), order, buffers.read)
@@ -321,44 +309,53 @@ def _taken(
             yield list(islice(others, len(run)))
 
 
-def _long_tensor(buffers: Iterable[Buffer], i: int, others: Iterator[Buffer]) -> Buffer:
+def _long_tensor(
+    buffers: Iterable[Buffer], i: int, others: Iterator[Buffer], entry: TensorEntry, level: Level
+) -> Buffer:
+    """All bytes of a tensor, for its plan."""
     if isinstance(buffers, Listed):
         return buffers.read(buffers.order[i])
-    if isinstance(buffers, Mapped):
-        return buffers.source.map_for_samples(*buffers.places[i])
-    return next(others)
+    if not isinstance(buffers, Mapped):
+        return next(others)
+    source, place = buffers.source, buffers.places[i]
+    whole = source.map_for_samples(*place)
+    if not _core.needs_no_plan(
+        as_bytes(whole), DTYPE_BY_NAME[entry.dtype].code, entry.shape, level
+    ):
+        whole = source.map(*place)  # side data, for instance, follow from all of it
+        read_ahead([whole])
+    return whole
 
 
-class _LongFrame(NamedTuple):
-    """A frame that is packed in parts.
+def _part_of(buffers: Iterable[Buffer], whole: Buffer, work: _Work) -> memoryview:
+    """The bytes of a part. Of a mapped file, they have a mapping of their own, which ends with
+    them, and are in memory."""
+    start = work.start or 0
+    if not isinstance(buffers, Mapped):
+        return memoryview(as_bytes(whole))[start : start + work.nbytes]
+    part = buffers.source.map(buffers.places[work.run.start][0] + start, work.nbytes)
+    read_ahead([part])
+    return part
 
-    Attributes:
-        frame: its state.
-        begin: where it begins in the file.
+
+def _pack_part(work: _Work, part: _Part, memory: ByteArray, offset: int, threads: int) -> _Batch:
+    """Packs a part of a long tensor.
+
+    Args:
+        work: which part it is.
+        part: its bytes.
+        memory: where to.
+        offset: where the batch will lie in the file.
+        threads: how many to use.
     """
-
-    frame: FrameInParts
-    begin: int
-
-    def pack(
-        self, work: _Work, data: Buffer, memory: ByteArray, offset: int, threads: int
-    ) -> _Batch:
-        """Packs the next part.
-
-        Args:
-            work: which part it is.
-            data: its bytes.
-            memory: where to.
-            offset: where the batch will lie in the file.
-            threads: how many to use.
-        """
-        header_nbytes = self.frame.header_nbytes if offset == self.begin else 0
-        out = placed(memory, offset + header_nbytes)
-        pieces = [np.zeros(header_nbytes, np.uint8), self.frame.add(data, out, threads)]
-        if not work.is_last:
-            return _Batch(pieces, [], [], work.nbytes)
-        header = self.begin, self.frame.header()
-        return _Batch(pieces, [self.frame.nbytes], [None], work.nbytes, header)
+    frame = part.frame
+    header_nbytes = 0 if work.start else frame.header_nbytes
+    out = placed(memory, offset + header_nbytes)
+    pieces = [np.zeros(header_nbytes, np.uint8), frame.add(part.data, out, threads)]
+    if not work.is_last:
+        return _Batch(pieces, [], [], work.nbytes)
+    begin = offset + sum([piece.size for piece in pieces]) - frame.nbytes
+    return _Batch(pieces, [frame.nbytes], [None], work.nbytes, (begin, frame.header()))
 
 
 def _pack_batch(

@@ -2,12 +2,14 @@
 
 Tensors are handled in batches of at most 32 MiB, one larger tensor, or a part of a long one, and
 threads share the tensors of a batch (`threads.py`). While a batch is packed, the one before it is
-written. So the memory needed depends neither on the file nor on its longest tensor; only a tensor
-with a base, or from a URL, is in memory as a whole. The source is mapped in parts
-(`source_file.py`), or read ahead if it is at a URL (`remote_source.py`), and the frames of every
-batch are built in one of two buffers. The file is written from front to back (`output_file.py`).
-Room is left for its header, which is filled in at the end; so a file at a URL is written to
-a temporary file of this machine first (`storage/upload.py`).
+written, unless a base makes them too large together. A tensor of more than 192 MiB is in memory as
+a whole only if it has a base or does not come from a file of this machine.
+
+The source is mapped in parts (`source_file.py`), or read ahead if it is at a URL
+(`remote_source.py`), and the frames of every batch are built in one of two buffers. The file is
+written from front to back (`output_file.py`). Room is left for its header, which is filled in at
+the end; so a file at a URL is written to a temporary file of this machine first
+(`storage/upload.py`).
 
 With a base (`base_files.py`), a tensor is packed as differences from the base's tensor of the same
 name if these are shorter. Every base is looked up before any output is written. Its

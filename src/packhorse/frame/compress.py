@@ -213,7 +213,11 @@ class FrameInParts:
         return out[:nbytes]
 
     def header(self) -> ByteArray:
-        """The header, when all parts are there."""
+        """The header, when all parts are there.
+
+        Raises:
+            ValueError: parts are missing.
+        """
         payload = self._encoder.finish()
         header = _header_of(self._plan, self._dtype, self._shape, payload, self.header_nbytes)
         memory = np.empty(self.header_nbytes, np.uint8)

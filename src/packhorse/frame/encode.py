@@ -106,7 +106,13 @@ class PayloadEncoder:
         return nbytes
 
     def finish(self) -> Payload:
-        """What is known when all chunks are encoded."""
+        """What is known when all chunks are encoded.
+
+        Raises:
+            ValueError: chunks are missing.
+        """
+        if self._taken != self._plan.nbytes:
+            raise ValueError(f"{self._taken} of {self._plan.nbytes} bytes were encoded")
         content_hash = hash_root(finish_leaves(self._leaves, self._taken))
         base_hash = b""
         if self._base is not None and self._base_leaves is not None:

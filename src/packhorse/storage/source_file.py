@@ -231,7 +231,8 @@ class SourceFile:
         return self._cell(number)[start : start + nbytes]
 
     def map_for_samples(self, offset: int, nbytes: int) -> memoryview:
-        """A long part of the file, as `map` returns it, of which only a few pages will be read."""
+        """A long part of the file, as `map` returns it, of which the system reads single pages, as
+        they are used."""
         view = self.map(offset, nbytes)
         _core.will_sample(view)
         return view

@@ -344,7 +344,7 @@ class _Load:
 
     def _take_memory(self, runs: Sequence[_Run]) -> None:
         """Choose where each run is decoded to: straight into the tensor if it wants all elements of
-        the run, in their order, and no other run writes there; otherwise a buffer."""
+        the run, in their order, and no other run is decoded there; otherwise a buffer."""
         spans = []
         for k, run in enumerate(runs):
             use = run.uses[0]
@@ -355,7 +355,8 @@ class _Load:
         end = 0
         for start, k in sorted(spans):  # tied weights may differ in the checkpoint
             runs[k].is_direct = start >= end
-            end = max(end, start + runs[k].nbytes)
+            if runs[k].is_direct:
+                end = start + runs[k].nbytes
         for run in runs:
             if not run.is_direct:
                 run.memory = FRAMEWORK.empty("U8", (run.nbytes,))
