@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = [
-    "AHEAD_NBYTES", "WHOLE_NBYTES", "Coder", "Listed", "Mapped", "Sink", "Written",
+    "AHEAD_NBYTES", "PART_NBYTES", "WHOLE_NBYTES", "Coder", "Listed", "Mapped", "Sink", "Written",
     "tensor_results", "write_frames",
 ]  # fmt: skip
 
