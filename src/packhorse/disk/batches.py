@@ -295,6 +295,8 @@ def _taken(
                 entry = all_entries[run.start]
                 whole = _long_tensor(buffers, run.start, others, entry, level)
                 frame = FrameInParts(whole, entry.dtype, entry.shape, level=level)
+                if isinstance(buffers, Mapped):
+                    whole = b""  # each part has a mapping of its own
             yield _Part(_part_of(buffers, whole, work), frame)
             if work.is_last:
                 del whole, frame

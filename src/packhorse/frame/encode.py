@@ -130,7 +130,7 @@ def encode_payload(
     base_is_fixed: bool = False,
     last_mode: Mode = Mode.SPARSE_DELTA,
 ) -> Payload:
-    """Encodes a whole tensor; the arguments are those of `PayloadEncoder`."""
+    """Encodes a whole tensor. The arguments are those of `PayloadEncoder` and of its `add`."""
     encoder = PayloadEncoder(plan, base, base_is_fixed=base_is_fixed, last_mode=last_mode)
     encoder.add(source.data, dst, threads)
     return encoder.finish()
